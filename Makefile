@@ -1,0 +1,54 @@
+# Each target works from a bare Python 3.11: what it needs is set up on first use and remembered in $(VENV)/.stamp-*.
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+OUT ?= runs/demo
+
+# The root of the repository must not get on sys.path: its folders kernels/ and bench/ bear other packages' names.
+export PYTHONSAFEPATH = 1
+# Idle OpenMP threads that spin slow down everything else on a small machine.
+export OMP_WAIT_POLICY = passive
+
+bin := $(VENV)/bin
+pip := $(bin)/python -m pip --disable-pip-version-check --no-input
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint typecheck clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+
+demo: $(VENV)/.stamp-model  ## run the benchmark on a real small model and write a report
+	$(bin)/longtail bench --out $(OUT)
+	@echo "The report is in $(OUT)"
+
+test: $(VENV)/.stamp-dev $(VENV)/.stamp-model  ## run all tests, the slow ones too
+	$(bin)/pytest
+
+lint: $(VENV)/.stamp-dev  ## check style and imports
+	$(bin)/ruff check .
+
+typecheck: $(VENV)/.stamp-dev  ## check types
+	$(bin)/mypy
+
+clean:  ## remove the environment and what tools left behind; keeps runs/ and the models' cache
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "longtail needs Python 3.11 or newer, PYTHON=$(PYTHON) is not; try: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(pip) install -qq --upgrade pip
+	@touch $@
+
+$(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
+	$(pip) install -qq -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
+	$(pip) install -qq -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.stamp-run
+
+$(VENV)/.stamp-model: | $(VENV)/.stamp-run
+	$(bin)/longtail model smollm2-135m
+	@touch $@

@@ -1,0 +1,159 @@
+"""The `longtail` command. Heavy imports happen inside the commands, so that --help is quick."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from longtail.bench.machine import quiet_threads
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Rollouts for RL on language models that do not wait for the long tail. Start with: longtail bench",
+)
+bench = typer.Typer(invoke_without_command=True)
+app.add_typer(bench, name="bench")
+console = Console(stderr=True)
+
+
+def main() -> None:
+    """Errors that the user can mend are one line, not a traceback."""
+    quiet_threads()
+    from longtail.errors import LongtailError
+
+    try:
+        app()
+    except (ValueError, LongtailError) as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False)
+        sys.exit(2)
+
+
+@app.command()
+def model(
+    name: Annotated[str, typer.Argument(help="smollm2-135m, tiny-llama, tiny-qwen3, a directory, or a hub id")],
+) -> None:
+    """Make a small model once (or check a given one) and print where it is."""
+    from longtail.bench.models import resolve_model
+
+    print(resolve_model(name, progress=lambda text: console.print(text, style="dim", highlight=False)))
+
+
+@bench.callback()
+def bench_command(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="Directory for summary.json, trace.parquet and report.html")] = Path("runs/bench"),
+    model: Annotated[str, typer.Option(help="Model name, directory or hub id")] = "smollm2-135m",
+    tasks: Annotated[str, typer.Option(help="Task mix, e.g. mixed or gsm_symbolic=3,chain_sum=1")] = "mixed",
+    strategies: Annotated[str, typer.Option(help="Comma-separated; the first is the baseline")] = "sync,token-budget",
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations (weight updates of a trainer)")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="New prompts in each iteration")] = 6,
+    group_size: Annotated[int, typer.Option(min=1, help="Samples of each prompt")] = 4,
+    slots: Annotated[int, typer.Option(min=1, help="Samples that run at once")] = 24,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Cap on a response's tokens")] = 512,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature")] = 0.7,
+    token_budget: Annotated[
+        int | None, typer.Option(help="token-budget: output tokens of an iteration [default: 0.9 of what sync makes]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of tasks and samples")] = 0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads [default: all]")] = None,
+    numerics: Annotated[str, typer.Option(help="exact: same bits in every batch; fast: up to rounding")] = "exact",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as the last line of stdout")] = False,
+) -> None:
+    """Run the same prompts and seeds under several strategies and show where the time goes."""
+    if context.invoked_subcommand is not None:
+        return
+    from longtail.bench.run import BenchConfig, run, write
+
+    config = BenchConfig(
+        model=model,
+        tasks=tasks,
+        strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+        iterations=iterations,
+        prompts=prompts,
+        group_size=group_size,
+        slots=slots,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        token_budget=token_budget,
+        seed=seed,
+        threads=threads,
+        numerics=numerics,
+    )
+    source = _resolve(model)
+    from longtail.bench.display import BenchProgress, summary_table
+
+    with BenchProgress(config, console) as progress:
+        result = run(config, model=source, progress=progress)
+    write(result, out)
+    console.print(summary_table(result.summary))
+    _print_headline(result.summary)
+    console.print(f"Report: {out / 'report.html'}", highlight=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps(result.summary))
+    if result.summary["identical_tokens"] is False and numerics == "exact":
+        raise typer.Exit(1)
+
+
+@bench.command("engine")
+def bench_engine(
+    model: Annotated[str, typer.Option(help="Model name, directory or hub id")] = "smollm2-135m",
+    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated")] = "1,4,16,32",
+    peers: Annotated[str, typer.Option(help="Compared with: generate, continuous")] = "generate,continuous",
+    decode_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per sequence")] = 48,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; ratios are taken pair by pair")] = 3,
+    threads: Annotated[int | None, typer.Option(help="CPU threads [default: all]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as the last line of stdout")] = False,
+) -> None:
+    """Decode and prefill speed of the native engine against transformers, as ratios measured in one run."""
+    from longtail.bench import engine_bench
+
+    fields: dict[str, Any] = {
+        "model": str(_resolve(model)),
+        "batches": tuple(int(b) for b in batches.split(",")),
+        "peers": tuple(p.strip() for p in peers.split(",") if p.strip()),
+        "decode_tokens": decode_tokens,
+        "repeats": repeats,
+    }
+    if threads is not None:
+        fields["threads"] = threads
+    config = engine_bench.EngineBenchConfig(**fields)
+    with console.status("measuring") as status:
+        result = engine_bench.run(config, progress=lambda text: status.update(text))
+    table: Table = engine_bench.table(result)
+    console.print(table)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1))
+    if as_json:
+        print(json.dumps(result))
+
+
+def _resolve(name: str) -> Path | str:
+    from longtail.bench.models import resolve_model
+
+    return resolve_model(name, progress=lambda text: console.print(text, style="dim", highlight=False))
+
+
+def _print_headline(summary: dict[str, Any]) -> None:
+    from longtail.bench.report import headline
+
+    console.print(headline(summary["runs"]), highlight=False)
+    if summary["identical_tokens"] is not None:
+        same = summary["identical_tokens"]
+        text = "the same tokens and log-probabilities, bit for bit" if same else "DIFFERENT tokens or log-probabilities"
+        console.print(f"Every sample has {text}, whichever regime ran.", style="green" if same else "yellow", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

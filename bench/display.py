@@ -1,0 +1,98 @@
+"""What `longtail bench` shows in the terminal: a progress bar while it runs, a table when it is done."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from longtail.bench.run import BenchConfig
+from longtail.events import Event
+
+
+class BenchProgress:
+    """One bar a strategy; counts finished samples."""
+
+    def __init__(self, config: BenchConfig, console: Console) -> None:
+        self.total = config.iterations * config.prompts * config.group_size
+        self.bars = Progress(
+            TextColumn("{task.description:>14}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[live]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.ids: dict[str, TaskID] = {}
+        self.tokens = 0
+        self.started = 0.0
+
+    def __enter__(self) -> BenchProgress:
+        self.bars.start()
+        self.ids["load"] = self.bars.add_task("loading model", total=None, live="", visible=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bars.stop()
+
+    def __call__(self, strategy: str, event: Event) -> None:
+        if event.kind == "run_start":
+            if "load" in self.ids:
+                self.bars.remove_task(self.ids.pop("load"))
+            self.ids[strategy] = self.bars.add_task(strategy, total=self.total, live="")
+            self.tokens, self.started = 0, event.time
+        elif event.kind == "finish":
+            self.bars.advance(self.ids[strategy])
+        elif event.kind == "step":
+            self.tokens += event.num_output_tokens
+            elapsed = event.time + event.duration - self.started
+            live = f"{event.num_seqs:3d} running  {self.tokens / elapsed:4.0f} tokens/s"
+            self.bars.update(self.ids[strategy], live=live)
+        elif event.kind == "run_end":
+            self.bars.update(self.ids[strategy], live="")
+
+
+_ROWS: tuple[tuple[str, str, str], ...] = (
+    ("wall time", "wall_seconds", "{:.1f} s"),
+    ("samples trained", "samples_trained", "{:.0f}"),
+    ("tokens trained", "tokens_trained", "{:.0f}"),
+    ("trained tokens / s", "tokens_per_second", "{:.0f}"),
+    ("time in the tail", "tail_seconds", "{:.1f} s"),
+    ("bubbles (slot-time idle)", "bubble_share", "{:.0%}"),
+)
+_PARTS: tuple[tuple[str, str], ...] = (
+    ("prefill", "prefill"),
+    ("decode", "decode"),
+    ("sampling", "sampling"),
+    ("scheduling, bookkeeping", "scheduling"),
+    ("switch (save, restore)", "switch"),
+    ("grade", "grade"),
+    ("idle", "idle"),
+)
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The first run is the baseline; the last column compares the last run with it."""
+    runs = summary["runs"]
+    names = list(runs)
+    table = Table(title="Same prompts, same seeds", title_justify="left")
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    compared = len(names) > 1
+    if compared:
+        table.add_column(f"{names[-1]} / {names[0]}", justify="right")
+    for label, key, form in _ROWS:
+        cells = [form.format(runs[name][key]) for name in names]
+        if compared:
+            ratio = summary["compare"][names[-1]].get(key)
+            cells.append("" if ratio is None else f"{ratio:.2f}")
+        table.add_row(label, *cells)
+    table.add_section()
+    for label, key in _PARTS:
+        values = [runs[name]["breakdown"][key] for name in names]
+        table.add_row(f"  {label}", *(f"{v:.1f} s" for v in values), *([""] if compared else []))
+    return table

@@ -1,0 +1,203 @@
+"""The KV of running sequences: block tables, prefix sharing, copy-on-write, snapshots.
+
+Region of one sequence (block size 4, 9 known tokens, 7 computed):
+
+    tokens   0 1 2 3 | 4 5 6 . | . . . .
+    blocks   [  17  ]  [  3   ]  (not yet)
+              full, may   partly filled: written next, so it must be this
+              be shared   sequence's alone (copied first if it is shared)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from longtail.kernels.kv import copy_blocks, empty_kv, gather_blocks, scatter_blocks
+from longtail.kv_manager.block_pool import BlockHash, BlockPool, chain_hash, root_hash
+from longtail.kv_manager.snapshot import Snapshot, token_digest
+from longtail.sequence import Sequence
+from longtail.version import Fingerprint
+
+
+class KVManager:
+    """Owns the cache tensor, the pool and every block table. Exhausted memory is a returned False, never an exception.
+
+    prefix_caching: find computed prefixes of other sequences (the prompt of a group is computed once).
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        layers: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        fingerprint: Fingerprint,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.layout = (layers, kv_heads, block_size, head_dim)
+        self.kv = empty_kv(num_blocks, layers, kv_heads, block_size, head_dim)
+        self.pool = BlockPool(num_blocks)
+        self.prefix_caching = prefix_caching
+        self.fingerprint = fingerprint
+        self._root = root_hash(fingerprint)
+        self._hashes: dict[Sequence, list[BlockHash]] = {}
+        """Chain hashes of each held sequence's registered full blocks; sequences in here hold blocks."""
+        self._made_by: dict[Sequence, Fingerprint] = {}
+        """Weights that made a held sequence's KV; not the present ones if the user chose to keep older KV."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.kv[0].nbytes
+
+    def attach(self, seq: Sequence) -> None:
+        """Starts a sequence on the longest cached prefix of its tokens; sets num_computed_tokens.
+
+        The last known token is always left to compute: its logits are needed. Takes no memory from the free list
+        that is not already cached, and so cannot fail.
+        """
+        assert seq not in self._hashes and not seq.block_table, seq.sample.id
+        hashes: list[BlockHash] = []
+        self._hashes[seq] = hashes
+        self._made_by[seq] = self.fingerprint
+        seq.num_computed_tokens = 0
+        if not self.prefix_caching:
+            return
+        limit, size = seq.num_tokens - 1, self.block_size
+        parent = self._root
+        while (len(hashes) + 1) * size <= limit:
+            key = chain_hash(parent, seq.token_ids[len(hashes) * size : (len(hashes) + 1) * size])
+            block = self.pool.find(key)
+            if block is None:
+                break
+            self.pool.share(block)
+            seq.block_table.append(block)
+            hashes.append(key)
+            parent = key
+        seq.num_computed_tokens = len(hashes) * size
+        tail = seq.token_ids[seq.num_computed_tokens : limit]
+        if 0 < len(tail) < size:
+            block = self.pool.find(_tail_hash(parent, tail))
+            if block is not None:
+                self.pool.share(block)
+                seq.block_table.append(block)
+                seq.num_computed_tokens = limit
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """Makes positions num_computed_tokens .. num_tokens-1 writable: own blocks, copied where they were shared.
+        False, with nothing changed, if the pool is exhausted."""
+        size = self.block_size
+        first = seq.num_computed_tokens // size
+        needed = -(-num_tokens // size) - len(seq.block_table)
+        shared = [i for i in range(first, len(seq.block_table)) if self.pool.ref_counts[seq.block_table[i]] > 1]
+        blocks = self.pool.allocate(max(needed, 0) + len(shared))
+        if blocks is None:
+            return False
+        for i in shared:
+            source, copy = seq.block_table[i], blocks.pop()
+            copy_blocks(self.kv, [(source, copy)])
+            seq.block_table[i] = copy
+            self.pool.free([source])
+        for i in range(first, len(seq.block_table)):
+            self.pool.truncate(seq.block_table[i], seq.num_computed_tokens - first * size if i == first else 0)
+        seq.block_table.extend(blocks)
+        return True
+
+    def commit(self, seq: Sequence) -> None:
+        """Registers what has been computed since the last call, for other sequences to find."""
+        if not self.prefix_caching or self._made_by[seq] != self.fingerprint:
+            return
+        hashes, size = self._hashes[seq], self.block_size
+        while (len(hashes) + 1) * size <= seq.num_computed_tokens:
+            i = len(hashes)
+            parent = hashes[-1] if hashes else self._root
+            key = chain_hash(parent, seq.token_ids[i * size : (i + 1) * size])
+            self.pool.register(key, seq.block_table[i], size)
+            hashes.append(key)
+
+    def commit_prompt(self, seq: Sequence) -> None:
+        """Call once when a prompt is computed: its partly filled last block becomes findable too (siblings copy it)."""
+        self.commit(seq)
+        limit, size = len(seq.sample.prompt_ids) - 1, self.block_size
+        full = limit // size
+        own = self._made_by[seq] == self.fingerprint
+        if self.prefix_caching and own and limit % size and seq.num_computed_tokens >= limit:
+            parent = self._hashes[seq][full - 1] if full else self._root
+            key = _tail_hash(parent, seq.token_ids[full * size : limit])
+            self.pool.register(key, seq.block_table[full], limit % size)
+
+    def release(self, seq: Sequence) -> None:
+        """Gives the blocks back; committed ones stay findable until their memory is needed."""
+        self.pool.free(seq.block_table)
+        seq.block_table.clear()
+        seq.num_computed_tokens = 0
+        del self._hashes[seq], self._made_by[seq]
+
+    def save(self, seq: Sequence) -> Snapshot | None:
+        """A host copy of the computed KV; None if nothing is computed."""
+        n = seq.num_computed_tokens
+        if n == 0:
+            return None
+        data = gather_blocks(self.kv, seq.block_table[: -(-n // self.block_size)])
+        digest = token_digest(seq.token_ids[:n])
+        return Snapshot(seq.sample.id, self._made_by[seq], self.layout, n, digest, data)
+
+    def restore(self, seq: Sequence, snapshot: Snapshot) -> bool:
+        """Brings an attached sequence up to the snapshot's tokens; blocks it found by prefix are kept, not rewritten.
+        False, with nothing changed, if the pool is exhausted. SnapshotMismatch if it is not this sequence's."""
+        snapshot.check(seq.sample.id, seq.token_ids, self.layout)
+        if snapshot.num_tokens <= seq.num_computed_tokens:
+            return True
+        if not self.reserve(seq, snapshot.num_tokens):
+            return False
+        first = seq.num_computed_tokens // self.block_size
+        last = -(-snapshot.num_tokens // self.block_size)
+        scatter_blocks(self.kv, seq.block_table[first:last], snapshot.data[first:last])
+        seq.num_computed_tokens = snapshot.num_tokens
+        if snapshot.fingerprint != self.fingerprint:
+            self._made_by[seq] = _mixed(snapshot.fingerprint, self.fingerprint)
+        self.commit(seq)
+        return True
+
+    def set_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """New weights: nothing made by the old ones is found from here on. Held sequences keep their blocks (the
+        caller releases them, or keeps older KV by choice), but those are no longer offered to others."""
+        self.fingerprint = fingerprint
+        self._root = root_hash(fingerprint)
+        self.pool.forget_all()
+        for seq, made_by in self._made_by.items():
+            self._made_by[seq] = _mixed(made_by, fingerprint)
+
+    def slots(self, seq: Sequence, start: int, stop: int) -> list[int]:
+        """Slot of each position start .. stop-1."""
+        size, table = self.block_size, seq.block_table
+        return [table[p // size] * size + p % size for p in range(start, stop)]
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """AssertionError unless blocks balance and exactly these sequences hold them."""
+        held = list(sequences)
+        assert set(held) == set(self._hashes), "sequences that hold blocks differ from those that run"
+        for seq in held:
+            assert len(seq.block_table) * self.block_size >= seq.num_computed_tokens, seq.sample.id
+            assert seq.num_computed_tokens <= seq.num_tokens, seq.sample.id
+        self.pool.check_integrity([seq.block_table for seq in held])
+
+
+def _tail_hash(parent: BlockHash, token_ids: list[int]) -> BlockHash:
+    """Key of a partly filled block; the marker keeps it apart from full ones."""
+    return chain_hash(BlockHash(parent + b"tail"), token_ids)
+
+
+def _mixed(older: Fingerprint, newer: Fingerprint) -> Fingerprint:
+    """Fingerprint of KV that several weights made: equal to that of none of them."""
+    return Fingerprint(f"{older}+{newer}")
+
+
+def blocks_for(kv_cache_bytes: int, layout: tuple[int, int, int, int]) -> int:
+    """How many float32 blocks of (layers, kv heads, block size, head dim) fit."""
+    layers, kv_heads, block_size, head_dim = layout
+    return kv_cache_bytes // (layers * 2 * kv_heads * block_size * head_dim * torch.float32.itemsize)

@@ -1,0 +1,79 @@
+"""What the rollout needs of an engine. Native, vLLM, simulated and pooled engines all look like this."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from longtail.sample import FinishReason, Sample
+from longtail.version import PolicyVersion
+
+
+@dataclasses.dataclass(slots=True)
+class StepOutput:
+    """What one step did. Tokens are already in the samples."""
+
+    version: PolicyVersion
+    """Policy that made the tokens of this step."""
+    finished: list[Sample]
+    """Finished or failed in this step."""
+    num_output_tokens: int
+    num_seqs: int
+
+
+@dataclasses.dataclass(slots=True)
+class EngineStats:
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    num_steps: int
+    num_output_tokens: int
+    num_recomputed_tokens: int
+    """Known tokens whose KV was computed again after a pause, a preemption or a weight update."""
+    num_restored_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    num_preemptions: int
+
+
+class Engine(Protocol):
+    """The engine appends tokens, log-probabilities and versions to the samples it was given, and to nothing else."""
+
+    name: str
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more samples it would run at once."""
+        ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def now(self) -> float:
+        """Seconds on this engine's clock (real or virtual)."""
+        ...
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Fresh and paused samples alike; a paused one continues from its snapshot or from its tokens."""
+        ...
+
+    def step(self) -> StepOutput: ...
+
+    def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
+        """Takes samples (default: all) out, unfinished, with or without their KV."""
+        ...
+
+    def abort(self, sample_ids: Iterable[str], *, reason: FinishReason = "aborted") -> list[Sample]:
+        """Ends samples; they keep what they have."""
+        ...
+
+    def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        """Between steps; tokens made so far keep their version."""
+        ...
+
+    def stats(self) -> EngineStats: ...

@@ -1,0 +1,191 @@
+"""The model as the engine sees it: a packed batch and the paged cache in, logits out.
+
+Two implementations. `FusedDecoder` runs the Llama family (one fused projection per matmul group, own norm, rotary and
+attention ops, about nine calls a layer). `InterfaceDecoder` runs any other `transformers` decoder with full causal
+attention through the library's attention interface. Both are checked against the model's own forward pass when they
+are loaded, so an architecture that they would get wrong is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from longtail.kernels.activation import silu_mul
+from longtail.kernels.attention import paged_attention
+from longtail.kernels.kv import rope_store_kv
+from longtail.kernels.linear import Backend, PackedLinear
+from longtail.kernels.norm import rms_norm
+from longtail.partial_rollout.engines.native.batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """Sizes the engine and the cache need."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Decoder(Protocol):
+    spec: DecoderSpec
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        """Writes the batch's KV and returns logits float32 [len(batch.logits_rows), vocab]."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replaces all weights; names and shapes as in `parameter_shapes`, already checked."""
+        ...
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names (as in the model's state_dict) and shapes of what `load_weights` takes."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: PackedLinear
+    post_norm: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+FUSED_LAYERS = frozenset({"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer"})
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary variants whose angles depend on the position alone."""
+
+
+class FusedDecoder:
+    """Llama, Qwen2, Qwen3 and Mistral (dense, full attention)."""
+
+    def __init__(self, model: PreTrainedModel, spec: DecoderSpec, backend: Backend) -> None:
+        config = model.config
+        self.spec = spec
+        self.backend = backend
+        self.eps = float(config.rms_norm_eps)
+        self.scale = spec.head_dim**-0.5
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied ones once
+        positions = torch.arange(spec.max_positions)[None]
+        with torch.no_grad():
+            cos, sin = model.model.rotary_emb(torch.zeros(1, 1), position_ids=positions)
+        half = spec.head_dim // 2
+        self.cos, self.sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        self.load_weights({name: p.detach() for name, p in model.named_parameters()})
+
+    @staticmethod
+    def supports(model: PreTrainedModel) -> bool:
+        layers = getattr(getattr(model, "model", None), "layers", None)
+        if not layers or {type(layer).__name__ for layer in layers} - FUSED_LAYERS:
+            return False
+        rope = getattr(model.config, "rope_parameters", None) or {}
+        attention = layers[0].self_attn
+        return (
+            model.config.hidden_act == "silu"
+            and rope.get("rope_type", "default") in _STATIC_ROPE
+            and attention.head_dim % 2 == 0
+            and attention.q_proj.out_features % attention.head_dim == 0
+        )
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._shapes)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        def vector(name: str) -> torch.Tensor | None:
+            return weights[name].detach().float().clone() if name in self._shapes else None
+
+        def linear(*names: str) -> PackedLinear:
+            biases = [weights[f"{n}.bias"].detach().float() for n in names if f"{n}.bias" in self._shapes]
+            if biases and len(biases) != len(names):  # a fused projection has one bias vector: zeros where there is none
+                biases = [
+                    weights[f"{n}.bias"].detach().float()
+                    if f"{n}.bias" in self._shapes
+                    else torch.zeros(self._shapes[f"{n}.weight"][0])
+                    for n in names
+                ]
+            parts = [weights[f"{n}.weight"].detach().float() for n in names]
+            return PackedLinear(parts, torch.cat(biases) if biases else None, self.backend)
+
+        def required(name: str) -> torch.Tensor:
+            return weights[name].detach().float().clone()
+
+        layers = []
+        for i in range(self.spec.layers):
+            p = f"model.layers.{i}"
+            layers.append(
+                _Layer(
+                    input_norm=required(f"{p}.input_layernorm.weight"),
+                    qkv=linear(f"{p}.self_attn.q_proj", f"{p}.self_attn.k_proj", f"{p}.self_attn.v_proj"),
+                    q_norm=vector(f"{p}.self_attn.q_norm.weight"),
+                    k_norm=vector(f"{p}.self_attn.k_norm.weight"),
+                    o=linear(f"{p}.self_attn.o_proj"),
+                    post_norm=required(f"{p}.post_attention_layernorm.weight"),
+                    gate_up=linear(f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj"),
+                    down=linear(f"{p}.mlp.down_proj"),
+                )
+            )
+        self.layers = layers
+        self.embedding = required("model.embed_tokens.weight")
+        self.norm = required("model.norm.weight")
+        head = "lm_head" if "lm_head.weight" in self._shapes else "model.embed_tokens"
+        self.lm_head = linear(head)
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        spec, block_size = self.spec, batch.block_size
+        rows = batch.input_ids.shape[0]
+        x = F.embedding(batch.input_ids, self.embedding)
+        for i, layer in enumerate(self.layers):
+            h = rms_norm(x, layer.input_norm, self.eps)
+            q = rope_store_kv(
+                layer.qkv(h),
+                self.cos,
+                self.sin,
+                batch.positions,
+                layer.q_norm,
+                layer.k_norm,
+                self.eps,
+                kv,
+                i,
+                batch.slots,
+                block_size,
+                spec.heads,
+                spec.kv_heads,
+            )
+            a = paged_attention(q, kv, i, batch.attention, block_size, self.scale)
+            x = layer.o(a.view(rows, -1), residual=x)
+            h = rms_norm(x, layer.post_norm, self.eps)
+            x = layer.down(silu_mul(layer.gate_up(h)), residual=x)
+        h = rms_norm(x[batch.logits_rows], self.norm, self.eps)
+        logits: torch.Tensor = self.lm_head(h)
+        return logits
+
+
+def linear_shapes(model: torch.nn.Module) -> frozenset[tuple[int, int]]:
+    """(in, out) of every linear layer, and of the fused ones that FusedDecoder makes of them."""
+    shapes = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            shapes.add((module.in_features, module.out_features))
+        parts = [getattr(module, n, None) for n in ("q_proj", "k_proj", "v_proj")]
+        pair = [getattr(module, n, None) for n in ("gate_proj", "up_proj")]
+        for group in (parts, pair):
+            if all(isinstance(m, torch.nn.Linear) for m in group):
+                linears: list[Any] = group
+                shapes.add((linears[0].in_features, sum(m.out_features for m in linears)))
+    return frozenset(shapes)

@@ -1,0 +1,446 @@
+"""The native engine: continuous batching over a paged KV cache, exact across any cut.
+
+    add -> waiting -> [admit: prefix or snapshot] -> running -> step* -> finished
+                 ^                                     |  |
+                 +---- preempt (snapshot to host) -----+  +-> pause (with or without KV) -> the caller's
+
+Model code is `decoder` (what a forward pass computes), memory is `KVManager`, order is `Scheduler`, tokens are
+`Sampler`; this class only connects them and keeps the records.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numba
+import torch
+
+from longtail.errors import SnapshotMismatch
+from longtail.events import Event, EventKind, Listener, ignore
+from longtail.kv_manager.manager import KVManager, blocks_for
+from longtail.partial_rollout.engine import EngineStats, StepOutput
+from longtail.partial_rollout.engines.native import loader
+from longtail.partial_rollout.engines.native.batch import ForwardBatch
+from longtail.partial_rollout.engines.native.config import NativeConfig
+from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_end
+from longtail.partial_rollout.engines.native.scheduler import Scheduled, Scheduler
+from longtail.sample import FinishReason, Sample
+from longtail.sampling_params import check_known_fields
+from longtail.sequence import Sequence
+from longtail.version import PolicyVersion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class NativeEngine:
+    """Runs `transformers` decoders on the CPU in float32.
+
+    model: a directory, a hub id, or a model object (copied, never changed). tokenizer: needed for stop strings only;
+    loaded from the model's directory when the first sample asks for one. Settings: see `NativeConfig`.
+    Thread-safe: calls wait for the step in flight.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        name: str = "native",
+        listener: Listener = ignore,
+        clock: Callable[[], float] = time.perf_counter,
+        **settings: Any,
+    ) -> None:
+        check_known_fields(NativeConfig, settings)
+        self.config = config = NativeConfig(**settings)
+        self.name = name
+        self.listener = listener
+        self.now = clock
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+            numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))
+        loaded, self._source = loader.load_model(model)
+        self._tokenizer = tokenizer
+        weights = {k: p.detach() for k, p in loaded.named_parameters()}
+        fingerprint = loader.fingerprint(weights)
+        self.decoder, self.row_rule = loader.build_decoder(
+            loaded, config.numerics, fused=config.fused, block_size=config.block_size
+        )
+        self.spec = spec = self.decoder.spec
+        self.max_model_len = min(config.max_model_len or spec.max_positions, spec.max_positions)
+        layout = (spec.layers, spec.kv_heads, config.block_size, spec.head_dim)
+        num_blocks = blocks_for(config.kv_cache_bytes, layout)
+        needed = -(-self.max_model_len // config.block_size)
+        if num_blocks < needed:
+            raise ValueError(
+                f"kv_cache_bytes {config.kv_cache_bytes} holds {num_blocks} blocks, but one sample of max_model_len "
+                f"{self.max_model_len} needs {needed}; raise kv_cache_bytes or lower max_model_len"
+            )
+        self.kv = KVManager(
+            num_blocks,
+            layers=spec.layers,
+            kv_heads=spec.kv_heads,
+            block_size=config.block_size,
+            head_dim=spec.head_dim,
+            fingerprint=fingerprint,
+            prefix_caching=config.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            self.kv,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            on_admit=self._admit,
+            on_preempt=self._preempt,
+        )
+        self.sampler = Sampler(spec.eos_token_ids, config.logprobs_mode == "raw")
+        self._version = PolicyVersion(0)
+        self._sequences: dict[str, Sequence] = {}
+        self._arrivals = 0
+        self._lock = threading.RLock()
+        self._counts = dict.fromkeys(("steps", "output", "recomputed", "restored", "cached", "preemptions"), 0)
+
+    # -- the engine protocol ------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    @property
+    def num_free_slots(self) -> int:
+        return max(self.config.max_num_seqs - len(self._sequences), 0)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """All or none are taken. ValueError names the sample, the field and the fix."""
+        with self._lock:
+            batch = list(samples)
+            for sample in batch:
+                self._check(sample)
+            if len({s.id for s in batch}) < len(batch):
+                raise ValueError("samples: two samples have the same id; every sample needs its own")
+            for sample in batch:
+                self._arrivals += 1
+                seq = Sequence(sample, self._arrivals)
+                self._sequences[sample.id] = seq
+                self.scheduler.waiting.append(seq)
+                sample.status = "waiting"
+
+    def step(self) -> StepOutput:
+        """One forward pass over what the scheduler chose, and at most one new token per sequence."""
+        with self._lock, torch.inference_mode():
+            start = self.now()
+            version = self._version
+            scheduled = self.scheduler.schedule()
+            if not scheduled:
+                return StepOutput(version, [], 0, 0)
+            batch, sampled = self._build(scheduled)
+            model_start = self.now()
+            logits = self.decoder.forward(batch, self.kv.kv)
+            model_end = self.now()
+            samples = [seq.sample for seq in sampled]
+            tokens, logprobs = self.sampler(logits, samples) if sampled else ((), ())
+            sample_end = self.now()
+            prefill = self._advance(scheduled)
+            finished = []
+            for seq, token, logprob in zip(sampled, tokens, logprobs, strict=True):
+                if self._commit(seq, int(token), float(logprob), version):
+                    finished.append(seq.sample)
+            self._counts["steps"] += 1
+            self._counts["output"] += len(sampled)
+            self.listener(
+                Event(
+                    "step",
+                    start,
+                    self.now() - start,
+                    self.name,
+                    num_seqs=len(scheduled),
+                    num_tokens=sum(item.num_tokens for item in scheduled),
+                    num_prefill_tokens=prefill,
+                    num_context_tokens=int(batch.attention.context_lens[batch.attention.cu_seqlens[1:].long() - 1].sum()),
+                    num_output_tokens=len(sampled),
+                    model_seconds=model_end - model_start,
+                    sample_seconds=sample_end - model_end,
+                )
+            )
+            return StepOutput(version, finished, len(sampled), len(scheduled))
+
+    def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
+        with self._lock:
+            ids = list(self._sequences) if sample_ids is None else list(sample_ids)
+            paused = []
+            for seq in [self._get(i) for i in ids]:
+                if seq in self.scheduler.running:
+                    seq.sample.snapshot = self._save(seq) if snapshot else None
+                elif not snapshot:
+                    seq.sample.snapshot = None
+                self._remove(seq)
+                seq.sample.status = "paused"
+                kept = float(seq.sample.snapshot is not None)
+                self._emit("pause", seq, num_tokens=len(seq.sample.output_ids), value=kept)
+                paused.append(seq.sample)
+            return paused
+
+    def abort(self, sample_ids: Iterable[str], *, reason: FinishReason = "aborted") -> list[Sample]:
+        with self._lock:
+            aborted = []
+            for seq in [self._get(i) for i in sample_ids]:
+                self._finish(seq, reason)
+                aborted.append(seq.sample)
+            return aborted
+
+    def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        """weights: a complete state dict of the model (a tied LM head may be left out). Nothing changes if it does not
+        fit. KV made by older weights is dropped, or kept if `kv_on_update` says so."""
+        with self._lock:
+            if version <= self._version:
+                raise ValueError(f"version must be above the current {self._version}, not {version}; versions only grow")
+            start = self.now()
+            checked = loader.check_weights(self.decoder.parameter_shapes(), weights)
+            with torch.no_grad():
+                self.decoder.load_weights(checked)
+            self._version = PolicyVersion(version)
+            self.kv.set_fingerprint(loader.fingerprint({k: v.detach().float() for k, v in checked.items()}))
+            if self.config.kv_on_update == "keep":
+                for seq in self.scheduler.running:
+                    seq.kv = "kept"
+            else:
+                for seq in reversed(list(self.scheduler.running)):
+                    self.scheduler.running.remove(seq)
+                    self._leave_slot(seq)
+                    self._emit("preempt", seq, num_tokens=seq.num_computed_tokens, detail="weight update")
+                    self.kv.release(seq)
+                    seq.sample.status = "waiting"
+                    self.scheduler.waiting.appendleft(seq)
+            self.listener(Event("update", start, self.now() - start, self.name, value=version))
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what finished sequences left behind, so that a measurement does not live on an earlier one's work."""
+        with self._lock:
+            self.kv.pool.forget_all()
+
+    def stats(self) -> EngineStats:
+        c = self._counts
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_free_blocks=self.kv.pool.num_free,
+            num_blocks=self.kv.pool.num_blocks,
+            num_steps=c["steps"],
+            num_output_tokens=c["output"],
+            num_recomputed_tokens=c["recomputed"],
+            num_restored_tokens=c["restored"],
+            num_cached_tokens=c["cached"],
+            num_preemptions=c["preemptions"],
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError if blocks, sequences or samples do not add up. Call between steps."""
+        with self._lock:
+            self.kv.check_integrity(self.scheduler.running)
+            queued = [*self.scheduler.running, *self.scheduler.waiting]
+            assert len(queued) == len(self._sequences) and set(queued) == set(self._sequences.values())
+            for seq in queued:
+                assert seq.token_ids == [*seq.sample.prompt_ids, *seq.sample.output_ids], seq.sample.id
+                seq.sample.check_integrity()
+
+    # -- admission and leaving ----------------------------------------------------------------------------------------
+
+    def _check(self, sample: Sample) -> None:
+        who = f"sample {sample.id}"
+        if sample.id in self._sequences:
+            raise ValueError(f"{who} is already in the engine; pause or abort it first")
+        if sample.is_done:
+            raise ValueError(f"{who} is {sample.status}; only unfinished samples can be added")
+        if len(sample.prompt_ids) >= self.max_model_len:
+            raise ValueError(
+                f"{who}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len {self.max_model_len} leaves no "
+                "room for output; shorten the prompt or raise max_model_len"
+            )
+        ids = (*sample.prompt_ids, *sample.output_ids, *sample.params.stop_token_ids)
+        worst = max(ids)
+        if worst >= self.spec.vocab_size:
+            raise ValueError(
+                f"{who}: token id {worst} is outside the vocabulary of {self.spec.vocab_size}; "
+                "was it made with another tokenizer?"
+            )
+        if sample.params.stop:
+            self._decode()  # fails now, not in the middle of a run, if there is no tokenizer
+        end = check_end(sample, self.spec.eos_token_ids, self.max_model_len, self._decode_or_none(sample))
+        if end is not None:
+            raise ValueError(f"{who} has already ended ({end.reason}); it is finished, not to be resumed")
+        if sample.versions and sample.versions[-1] > self._version:
+            raise ValueError(
+                f"{who} has tokens of version {sample.versions[-1]}, newer than the engine's {self._version}; "
+                "update the engine's weights first"
+            )
+
+    def _admit(self, seq: Sequence) -> bool:
+        self.kv.attach(seq)
+        cached = seq.num_computed_tokens
+        snapshot = seq.sample.snapshot
+        seq.kv = "recomputed" if seq.sample.output_ids else "computed"
+        restored = 0
+        if snapshot is not None:
+            usable = snapshot.fingerprint == self.kv.fingerprint or self.config.kv_on_update == "keep"
+            if usable:
+                start = self.now()
+                try:
+                    if not self.kv.restore(seq, snapshot):
+                        self.kv.release(seq)
+                        return False
+                except SnapshotMismatch as error:
+                    self._emit("restore", seq, detail=f"refused: {error}")
+                else:
+                    restored = seq.num_computed_tokens - cached
+                    seq.kv = "restored" if snapshot.fingerprint == self.kv.fingerprint else "kept"
+                    self._emit("restore", seq, time=start, duration=self.now() - start, num_tokens=restored)
+            seq.sample.snapshot = None
+        if seq.sample.output_ids:
+            self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
+        self._counts["cached"] += cached
+        self._counts["restored"] += restored
+        seq.admitted_at = self.now()
+        seq.sample.status = "running"
+        if seq.sample.timings.submitted is None:
+            seq.sample.timings.submitted = seq.admitted_at
+        self._emit("admit", seq, num_tokens=seq.num_computed_tokens, value=seq.num_tokens)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._counts["preemptions"] += 1
+        seq.sample.snapshot = self._save(seq) if self.config.preemption == "snapshot" else None
+        self._leave_slot(seq)
+        self._emit("preempt", seq, num_tokens=seq.num_computed_tokens, detail="out of blocks")
+        self.kv.release(seq)
+        seq.sample.status = "waiting"
+
+    def _save(self, seq: Sequence) -> Any:
+        start = self.now()
+        snapshot = self.kv.save(seq)
+        self._emit("save", seq, time=start, duration=self.now() - start, num_tokens=seq.num_computed_tokens)
+        return snapshot
+
+    def _remove(self, seq: Sequence) -> None:
+        """Out of the engine, whether it runs or waits."""
+        if seq in self.scheduler.running:
+            self.scheduler.running.remove(seq)
+            self._leave_slot(seq)
+            self.kv.release(seq)
+        else:
+            self.scheduler.waiting.remove(seq)
+        del self._sequences[seq.sample.id]
+
+    def _leave_slot(self, seq: Sequence) -> None:
+        assert seq.admitted_at is not None, seq.sample.id
+        seq.sample.timings.running += self.now() - seq.admitted_at
+        seq.admitted_at = None
+
+    def _get(self, sample_id: str) -> Sequence:
+        if sample_id not in self._sequences:
+            raise ValueError(f"sample_ids: {sample_id!r} is not in the engine (finished, paused, or never added)")
+        return self._sequences[sample_id]
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _build(self, scheduled: list[Scheduled]) -> tuple[ForwardBatch, list[Sequence]]:
+        """The packed batch, and the sequences of which it computes the last known token."""
+        tokens, starts, tables = [], [], []
+        slots: list[int] = []
+        rows: list[int] = []
+        sampled = []
+        total = 0
+        for item in scheduled:
+            seq, start = item.seq, item.seq.num_computed_tokens
+            stop = start + item.num_tokens
+            tokens.append(seq.token_ids[start:stop])
+            starts.append(start)
+            tables.append(seq.block_table)
+            slots.extend(self.kv.slots(seq, start, stop))
+            total += item.num_tokens
+            if stop == seq.num_tokens:
+                rows.append(total - 1)
+                sampled.append(seq)
+        batch = ForwardBatch.build(
+            tokens,
+            starts,
+            slots,
+            tables,
+            rows or [0],
+            group=self.spec.heads // self.spec.kv_heads,
+            block_size=self.config.block_size,
+            padded_rows=self.row_rule.padded(total),
+            padded_logits=self.row_rule.padded(len(rows) or 1),
+        )
+        return batch, sampled
+
+    def _advance(self, scheduled: list[Scheduled]) -> int:
+        """Computed catches up; returns how many of the tokens were prefill (first or repeated)."""
+        prefill = 0
+        for item in scheduled:
+            seq = item.seq
+            prompt = len(seq.sample.prompt_ids)
+            had_prompt = seq.num_computed_tokens >= prompt - 1
+            if seq.num_tokens - seq.num_computed_tokens > 1 or not seq.sample.output_ids:
+                prefill += item.num_tokens
+            seq.num_computed_tokens += item.num_tokens
+            if not had_prompt and seq.num_computed_tokens >= prompt - 1:
+                self.kv.commit_prompt(seq)
+            else:
+                self.kv.commit(seq)
+        return prefill
+
+    def _commit(self, seq: Sequence, token: int, logprob: float, version: PolicyVersion) -> bool:
+        """Appends one token; True if it ends the sample."""
+        sample = seq.sample
+        sample.append(token, logprob, version, self.name, seq.kv)
+        seq.token_ids.append(token)
+        if sample.timings.first_token is None:
+            sample.timings.first_token = self.now()
+            self._emit("first_token", seq)
+        end = check_end(sample, self.spec.eos_token_ids, self.max_model_len, self._decode_or_none(sample))
+        if end is None:
+            return False
+        sample.stop_reason = end.stop_reason
+        self._finish(seq, end.reason)
+        return True
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        sample = seq.sample
+        self._remove(seq)
+        sample.status = "finished"
+        sample.finish_reason = reason
+        sample.snapshot = None
+        sample.timings.finished = self.now()
+        self._emit("finish", seq, num_tokens=len(sample.output_ids), detail=reason)
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _emit(self, kind: EventKind, seq: Sequence, time: float | None = None, **fields: Any) -> None:
+        at = self.now() if time is None else time
+        self.listener(Event(kind, at, engine=self.name, sample=seq.sample.id, group=seq.sample.group_id, **fields))
+
+    def _decode(self) -> Decode:
+        if self._tokenizer is None:
+            if self._source is None:
+                raise ValueError("stop strings need a tokenizer; pass tokenizer= to the engine or use stop_token_ids")
+            from transformers import AutoTokenizer
+
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self._source)
+            except (OSError, ValueError, ImportError) as error:
+                raise ValueError(
+                    f"stop strings need a tokenizer, and {self._source} has none ({error}); pass tokenizer= to the "
+                    "engine or use stop_token_ids"
+                ) from error
+        decode: Decode = self._tokenizer.decode
+        return decode
+
+    def _decode_or_none(self, sample: Sample) -> Decode | None:
+        return self._decode() if sample.params.stop else None

@@ -1,0 +1,127 @@
+"""Any `transformers` decoder with full causal attention, through the library's attention interface.
+
+The model's own modules run; only its attention function is ours (it writes the paged cache and reads it), and its
+linear layers and SiLU activations are replaced by row-invariant ones. Slower than `FusedDecoder`, and as general as the
+attention interface is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from longtail.errors import UnsupportedModel
+from longtail.kernels.activation import silu_mul
+from longtail.kernels.attention import paged_attention
+from longtail.kernels.kv import store_kv
+from longtail.kernels.linear import Backend, PackedLinear
+from longtail.partial_rollout.engines.native.batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from longtail.partial_rollout.engines.native.decoder import DecoderSpec
+
+ATTENTION = "longtail_paged"
+_current = threading.local()
+
+
+class _RowInvariantLinear(nn.Module):
+    """nn.Linear on packed weights. Holds no parameters: the engine's weights arrive through `load`."""
+
+    def __init__(self, linear: nn.Linear, backend: Backend) -> None:
+        super().__init__()
+        self.backend = backend
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.load(linear.weight, linear.bias)
+
+    def load(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        bias = None if bias is None else bias.detach().float().clone()
+        self.linear = PackedLinear([weight.detach().float()], bias, self.backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+class _RowInvariantSiLU(nn.Module):
+    """SiLU whose value does not depend on where in the tensor an element lies (torch's tail elements take a scalar
+    path with another exponential)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        return silu_mul(torch.cat([flat, torch.ones_like(flat)], dim=-1)).view(x.shape)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim] -> [1, T, heads, dim]."""
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModel(f"model: attention with {name} is not supported by the native engine yet")
+    batch: ForwardBatch = _current.batch
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    k, v, q = (x[0].transpose(0, 1) for x in (key, value, query))
+    store_kv(k, v, _current.kv, layer, batch.slots, batch.block_size)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return paged_attention(q.contiguous(), _current.kv, layer, batch.attention, batch.block_size, scale)[None], None
+
+
+class InterfaceDecoder:
+    """Takes the model over: its linear layers are replaced in place."""
+
+    def __init__(self, model: PreTrainedModel, spec: DecoderSpec, backend: Backend) -> None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, _attention)
+        self.spec = spec
+        self.model = model
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._linears: dict[str, _RowInvariantLinear] = {}
+        self._tied_head = "lm_head.weight" not in self._shapes
+        for name, module in list(model.named_modules()):
+            parent, _, leaf = name.rpartition(".")
+            if type(module) is nn.Linear:
+                self._linears[name] = _RowInvariantLinear(module, backend)
+                setattr(model.get_submodule(parent), leaf, self._linears[name])
+            elif isinstance(module, nn.SiLU) or type(module).__name__ == "SiLUActivation":
+                setattr(model.get_submodule(parent), leaf, _RowInvariantSiLU())
+        model.config._attn_implementation = ATTENTION
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._shapes)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
+            embedding = self.model.get_input_embeddings().weight
+            for name, module in self._linears.items():
+                tied = name == "lm_head" and self._tied_head
+                module.load(embedding if tied else weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        _current.batch, _current.kv = batch, kv
+        try:
+            out = self.model(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logits_rows,
+            )
+        finally:
+            del _current.batch, _current.kv
+        logits: torch.Tensor = out.logits[0].float()
+        return logits.contiguous()

@@ -1,0 +1,184 @@
+"""From a directory, hub id or model object to a `Decoder` that is known to compute what the model computes."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longtail.errors import ExactNumericsUnavailable, UnsupportedModel
+from longtail.kernels.kv import empty_kv
+from longtail.kernels.linear import RowRule
+from longtail.partial_rollout.engines.native.batch import ForwardBatch
+from longtail.partial_rollout.engines.native.decoder import Decoder, DecoderSpec, FusedDecoder, linear_shapes
+from longtail.partial_rollout.engines.native.interface import InterfaceDecoder
+from longtail.partial_rollout.engines.native.numerics import Numerics, row_rule
+from longtail.version import Fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_model(model: str | Path | PreTrainedModel) -> tuple[PreTrainedModel, str | None]:
+    """-> the model in float32 (ours to change), and where its tokenizer lies if it came from a directory or the hub.
+
+    ValueError if there is no such model.
+    """
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        check_supported(model.config)
+        return copy.deepcopy(model).float().eval(), None
+    source = str(model)
+    if ("/" in source and source.startswith((".", "/", "~"))) or Path(source).exists():
+        source = str(Path(source).expanduser())
+        if not (Path(source) / "config.json").is_file():
+            raise ValueError(
+                f"model: {source} is not a model directory (no config.json); make one with "
+                "`longtail model smollm2-135m` or give a Hugging Face directory or hub id"
+            )
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model: cannot load {source!r}: {error}. Give a local model directory, or a hub id if this machine "
+            "reaches the hub; `longtail model smollm2-135m` makes a small one"
+        ) from error
+    check_supported(config)
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    return loaded.eval(), source
+
+
+def check_supported(config: Any) -> None:
+    """UnsupportedModel for what would run wrong: the engine refuses rather than approximates."""
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"model: {kind} is an encoder-decoder; the native engine runs decoder-only models")
+    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if "sliding_attention" in layer_types or (
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    ):
+        raise UnsupportedModel(f"model: {kind} has sliding-window layers, which the native engine does not run yet")
+    if layer_types or getattr(config, "layers_block_type", None):
+        found = sorted(layer_types) or ["layers_block_type"]
+        raise UnsupportedModel(f"model: {kind} has hybrid layers ({', '.join(found)}); not supported yet")
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModel(f"model: {kind} uses latent attention (MLA), which the native engine does not run yet")
+
+
+def build_decoder(
+    model: PreTrainedModel, numerics: Numerics, *, fused: bool | None = None, block_size: int = 32
+) -> tuple[Decoder, RowRule]:
+    """Takes `model` over. fused: None chooses; False forces the attention interface.
+
+    UnsupportedModel if the result differs from the model's own forward pass; ExactNumericsUnavailable if exact was
+    asked for and this machine's arithmetic is not independent of the batch.
+    """
+    spec = _spec(model)
+    ids = torch.randint(0, spec.vocab_size, (11,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    rule = row_rule(numerics, linear_shapes(model))
+    use_fused = FusedDecoder.supports(model) if fused is None else fused
+    decoder: Decoder
+    decoder = FusedDecoder(model, spec, rule.backend) if use_fused else InterfaceDecoder(model, spec, rule.backend)
+    probe = _Probe(decoder, rule, block_size)
+    got = probe.run([(ids.tolist(), [7, 1, 3])])[0]
+    error = (got - expected).abs().max().item()
+    if not error <= 1e-3 * max(1.0, expected.abs().max().item()):
+        raise UnsupportedModel(
+            f"model: the native engine computes other logits than {type(model).__name__} itself "
+            f"(difference {error:.3g}); this architecture is not supported"
+        )
+    if numerics == "exact":
+        whole = probe.run([(ids.tolist(), [11])])[0]
+        mixed = probe.run([(ids.flip(0).tolist(), [4, 7]), (ids.tolist(), [10, 1]), (ids[:5].tolist(), [5])])[1]
+        if not (torch.equal(whole, got) and torch.equal(whole, mixed)):
+            raise ExactNumericsUnavailable(
+                f"model: {type(model).__name__} gives other bits in other batches on this machine; "
+                'use numerics="fast" (log-probabilities then differ by floating-point noise)'
+            )
+    return decoder, rule
+
+
+class _Probe:
+    """Runs a few tokens through a decoder in given chunks, all logits out."""
+
+    def __init__(self, decoder: Decoder, rule: RowRule, block_size: int) -> None:
+        self.decoder, self.rule, self.block_size = decoder, rule, block_size
+
+    @torch.no_grad()
+    def run(self, sequences: list[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
+        """sequences: (token ids, chunk lengths); step i runs the i-th chunk of each in one batch -> [tokens, vocab]."""
+        spec, size = self.decoder.spec, self.block_size
+        kv = empty_kv(len(sequences), spec.layers, spec.kv_heads, size, spec.head_dim)
+        parts: list[list[torch.Tensor]] = [[] for _ in sequences]
+        done = [0] * len(sequences)
+        for i in range(max(len(chunks) for _, chunks in sequences)):
+            live = [s for s, (_, chunks) in enumerate(sequences) if i < len(chunks)]
+            tokens = [sequences[s][0][done[s] : done[s] + sequences[s][1][i]] for s in live]
+            starts = [done[s] for s in live]
+            rows = sum(map(len, tokens))
+            batch = ForwardBatch.build(
+                tokens,
+                starts,
+                [s * size + p for s, t in zip(live, tokens, strict=True) for p in range(done[s], done[s] + len(t))],
+                [[s] for s in live],
+                list(range(rows)),
+                group=spec.heads // spec.kv_heads,
+                block_size=size,
+                padded_rows=self.rule.padded(rows),
+                padded_logits=self.rule.padded(rows),
+            )
+            logits = self.decoder.forward(batch, kv)[:rows]
+            for s, part in zip(live, logits.split([len(t) for t in tokens]), strict=True):
+                parts[s].append(part)
+                done[s] += len(part)
+        return [torch.cat(p) for p in parts]
+
+
+def _spec(model: PreTrainedModel) -> DecoderSpec:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    eos = config.eos_token_id if eos is None else eos
+    return DecoderSpec(
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,)),
+    )
+
+
+def fingerprint(weights: Mapping[str, torch.Tensor]) -> Fingerprint:
+    """Checksum over names, shapes and all bytes of the weights (CRC-32 per tensor; about 2 GB/s)."""
+    total = 0
+    for name in sorted(weights):
+        tensor = weights[name].detach().contiguous()
+        header = f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode()
+        total = zlib.crc32(tensor.cpu().view(torch.uint8).numpy().reshape(-1).data, zlib.crc32(header, total))
+    return Fingerprint(f"{total:08x}")
+
+
+def check_weights(shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors that `shapes` names, or a ValueError that names the first few that are missing or misshapen. A tied
+    LM head in `weights` is ignored (the embedding is what counts)."""
+    missing = [name for name in shapes if name not in weights]
+    if missing:
+        raise ValueError(f"weights: {len(missing)} parameters are missing, for example {', '.join(missing[:3])}")
+    unknown = [name for name in weights if name not in shapes and name != "lm_head.weight" and "inv_freq" not in name]
+    if unknown:
+        raise ValueError(f"weights: the model has no parameter {', '.join(unknown[:3])}")
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(f"weights: {name} has shape {tuple(weights[name].shape)}, the model needs {shape}")
+    return {name: weights[name] for name in shapes}

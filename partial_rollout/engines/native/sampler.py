@@ -1,0 +1,105 @@
+"""From logits to committed tokens: per-sample processing, sampling, and what ends a sample.
+
+Everything here is a function of (prompt_ids, output_ids, params, seed), so that it continues across a resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from longtail.kernels.sample import SampleBatch, process_logits, sample, token_logprobs
+from longtail.sample import FinishReason, Sample
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Sampler:
+    def __init__(self, eos_token_ids: tuple[int, ...], raw_logprobs: bool) -> None:
+        self.eos_token_ids = eos_token_ids
+        self.raw_logprobs = raw_logprobs
+
+    def __call__(self, logits: torch.Tensor, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
+        """logits: [rows >= len(samples), V] -> tokens int64 and log-probabilities float32, one per sample."""
+        logits = logits[: len(samples)]
+        raw: torch.Tensor | None = None
+        for i, s in enumerate(samples):
+            p = s.params
+            banned = self._banned(s)
+            if not (p.has_penalties or p.truncates or banned):
+                continue
+            if self.raw_logprobs and raw is None:
+                raw = logits.clone()
+            process_logits(
+                logits[i].numpy(),
+                prompt_ids=s.prompt_ids,
+                output_ids=s.output_ids,
+                temperature=p.temperature,
+                top_k=p.top_k,
+                top_p=p.top_p,
+                min_p=p.min_p,
+                presence_penalty=p.presence_penalty,
+                frequency_penalty=p.frequency_penalty,
+                repetition_penalty=p.repetition_penalty,
+                banned=banned,
+            )
+        batch = SampleBatch(
+            temperatures=np.array([s.params.temperature for s in samples], np.float32),
+            seeds=np.array([s.seed for s in samples], np.uint64),
+            positions=np.array([len(s.output_ids) for s in samples], np.int64),
+        )
+        tokens, logprobs = sample(logits, batch)
+        if self.raw_logprobs:
+            ones = np.ones(len(samples), np.float32)
+            logprobs = token_logprobs(logits if raw is None else raw, tokens, ones)
+        return tokens, logprobs
+
+    def _banned(self, s: Sample) -> tuple[int, ...]:
+        """Tokens that may not come yet: whatever would end the sample before min_tokens."""
+        p = s.params
+        if len(s.output_ids) >= p.min_tokens:
+            return ()
+        return p.stop_token_ids if p.ignore_eos else (*self.eos_token_ids, *p.stop_token_ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class End:
+    reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+def check_end(s: Sample, eos_token_ids: tuple[int, ...], max_model_len: int, decode: Decode | None) -> End | None:
+    """What ends a sample after its last output token: EOS, a stop id, a stop string, the cap, in this order."""
+    p = s.params
+    if not s.output_ids:
+        return None
+    token = s.output_ids[-1]
+    if len(s.output_ids) >= p.min_tokens:
+        if not p.ignore_eos and token in eos_token_ids:
+            return End("stop")
+        if token in p.stop_token_ids:
+            return End("stop", token)
+        if p.stop and decode is not None:
+            found = _stop_string(s.output_ids, p.stop, decode)
+            if found is not None:
+                return End("stop", found)
+    if p.max_tokens is not None and len(s.output_ids) >= p.max_tokens:
+        return End("length")
+    if s.num_tokens >= max_model_len:
+        return End("length")
+    return None
+
+
+def _stop_string(output_ids: Sequence[int], stop: tuple[str, ...], decode: Decode) -> str | None:
+    """The stop string that the last token completes. Looks at a window long enough to hold the longest one (a
+    character takes at most four byte tokens), so it needs no state and finds strings that straddle a resume."""
+    window = output_ids[-(4 * max(map(len, stop)) + 4) :]
+    before = len(decode(window[:-1]).rstrip("\ufffd"))  # a half-decoded character counts when it is complete
+    text = decode(window)
+    for s in stop:
+        if text.find(s, max(before - len(s) + 1, 0)) >= 0:
+            return s
+    return None

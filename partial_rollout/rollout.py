@@ -1,0 +1,161 @@
+"""The rollout: prompts in, complete groups out, unfinished work kept.
+
+    rollout = Rollout(engine, strategy=TokenBudget(8_000))
+    rollout.submit(prompts, SamplingParams(n=8, temperature=0.7, max_tokens=1024))
+    groups = rollout.collect()                 # complete groups only
+    rollout.update_weights(weights, version)   # the next collect() resumes what was paused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from longtail.events import Event, EventKind, Listener, ignore
+from longtail.partial_rollout.engine import Engine
+from longtail.partial_rollout.repetition import RepetitionDetector
+from longtail.partial_rollout.store import SampleStore
+from longtail.partial_rollout.strategies import RolloutState, Strategy, Sync
+from longtail.sample import Group, Sample
+from longtail.sampling_params import SamplingParams
+
+
+class Rollout:
+    """Drives one engine under one strategy.
+
+    snapshots: keep the KV of paused samples (else they continue from their tokens, to the same result).
+    repetition: end looping responses early, with finish_reason "repetition".
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        strategy: Strategy | None = None,
+        store: SampleStore | None = None,
+        snapshots: bool = True,
+        repetition: RepetitionDetector | None = None,
+        listener: Listener = ignore,
+    ) -> None:
+        self.engine = engine
+        self.strategy: Strategy = Sync() if strategy is None else strategy
+        self.store = SampleStore() if store is None else store
+        self.snapshots = snapshots
+        self.repetition = repetition
+        self.listener = listener
+        self.iteration = 0
+        self._submitted = 0
+
+    def submit(
+        self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None
+    ) -> list[Group]:
+        """prompts: token ids (params.n samples each), or groups made by the caller. Any number, any time.
+
+        ValueError if a prompt is empty or a group id was used before; then none of them is taken.
+        """
+        groups = []
+        for number, prompt in enumerate(prompts, start=self._submitted):
+            if isinstance(prompt, Group):
+                groups.append(prompt)
+            else:
+                groups.append(Group.from_prompt(f"g{number}", prompt, params or SamplingParams()))
+        taken: set[str] = {group.id for group in self.store}
+        for group in groups:
+            if group.id in taken:
+                raise ValueError(f"group id {group.id!r} was submitted before; every group needs its own id")
+            taken.add(group.id)
+        for group in groups:
+            self.store.add(group)
+            for sample in group.samples:
+                sample.timings.submitted = self.engine.now()
+                self._emit("submit", sample, num_tokens=len(sample.prompt_ids))
+        self._submitted += len(groups)
+        return groups
+
+    def collect(self, *, wait: bool = False) -> list[Group]:
+        """Generates until the strategy stops waiting (wait=True: until everything is finished), pauses what is left,
+        and hands over the groups that are complete. Each group is handed over once."""
+        strategy: Strategy = Sync() if wait else self.strategy
+        unfinished = self.store.unfinished()
+        state = RolloutState(
+            iteration=self.iteration,
+            paused=[s for s in unfinished if s.status == "paused"],
+            fresh=[s for s in unfinished if s.status != "paused"],
+            running={},
+            started_with={},
+        )
+        self._mark("iteration_start", value=float(self.engine.version))
+        while True:
+            self._admit(strategy, state)
+            if not state.running:
+                break
+            out = self.engine.step()
+            state.num_output_tokens += out.num_output_tokens
+            for sample in out.finished:
+                del state.running[sample.id]
+            self._end_loops(state)
+            if strategy.stop_waiting(state):
+                break
+            self._pause(strategy.to_pause(state), state)
+        self._pause(list(state.running.values()), state)
+        groups = self.store.take_complete()
+        for group in groups:
+            tokens = sum(len(s.output_ids) for s in group.samples)
+            self.listener(
+                Event(
+                    "hand_over",
+                    self.engine.now(),
+                    group=group.id,
+                    iteration=self.iteration,
+                    num_seqs=len(group.samples),
+                    num_tokens=tokens,
+                )
+            )
+        total = sum(len(s.output_ids) for g in groups for s in g.samples)
+        self._mark("iteration_end", num_seqs=len(groups), num_tokens=total)
+        self.iteration += 1
+        return groups
+
+    def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        """Between collects. Paused samples keep their tokens, with the version that made each."""
+        self.engine.update_weights(weights, version)
+
+    def _admit(self, strategy: Strategy, state: RolloutState) -> None:
+        chosen: list[Sample] = []
+        free = self.engine.num_free_slots
+        while len(chosen) < free:
+            sample = strategy.next_sample(state)
+            if sample is None:
+                break
+            (state.paused if sample.status == "paused" else state.fresh).remove(sample)
+            state.started_with[sample.id] = len(sample.output_ids)
+            state.running[sample.id] = sample
+            chosen.append(sample)
+        if chosen:
+            self.engine.add(chosen)
+
+    def _pause(self, samples: list[Sample], state: RolloutState) -> None:
+        if not samples:
+            return
+        for sample in self.engine.pause([s.id for s in samples], snapshot=self.snapshots):
+            del state.running[sample.id]
+            # A sample that never got a token is as fresh as before.
+            if not sample.output_ids and sample.snapshot is None:
+                sample.status = "waiting"
+                state.fresh.append(sample)
+            else:
+                state.paused.append(sample)
+
+    def _end_loops(self, state: RolloutState) -> None:
+        if self.repetition is None:
+            return
+        loops = [s.id for s in state.running.values() if self.repetition(s.output_ids)]
+        for sample in self.engine.abort(loops, reason="repetition") if loops else ():
+            del state.running[sample.id]
+
+    def _emit(self, kind: EventKind, sample: Sample, **fields: Any) -> None:
+        now = self.engine.now()
+        self.listener(Event(kind, now, sample=sample.id, group=sample.group_id, iteration=self.iteration, **fields))
+
+    def _mark(self, kind: EventKind, **fields: Any) -> None:
+        self.listener(Event(kind, self.engine.now(), iteration=self.iteration, **fields))

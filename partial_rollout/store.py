@@ -1,0 +1,57 @@
+"""Where samples live between iterations, in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from longtail.sample import Group, Sample
+
+
+class SampleStore:
+    """Owns every group from submission until it is handed over, which happens exactly once.
+
+    Unfinished samples stay here with their tokens and snapshots. Groups are kept in order of submission.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Group] = {}
+        self._handed_over: set[str] = set()
+
+    def add(self, group: Group) -> None:
+        if group.id in self._groups or group.id in self._handed_over:
+            raise ValueError(f"group id {group.id!r} was submitted before; every group needs its own id")
+        if not group.samples:
+            raise ValueError(f"group {group.id!r} has no samples; n must be at least 1")
+        self._groups[group.id] = group
+
+    def __len__(self) -> int:
+        """Groups not handed over yet."""
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    def unfinished(self) -> list[Sample]:
+        return [sample for group in self._groups.values() for sample in group.samples if not sample.is_done]
+
+    def take_complete(self) -> list[Group]:
+        """Removes and returns the groups whose samples are all done."""
+        complete = [group for group in self._groups.values() if group.is_complete]
+        for group in complete:
+            del self._groups[group.id]
+            self._handed_over.add(group.id)
+        return complete
+
+    def snapshot_bytes(self) -> int:
+        """Host memory held by snapshots of paused samples."""
+        return sum(s.snapshot.nbytes for s in self.unfinished() if s.snapshot is not None)
+
+    def check_integrity(self, extra: Iterable[Group] = ()) -> None:
+        """AssertionError if a sample stands twice or a record does not add up."""
+        seen: set[str] = set()
+        for group in [*self._groups.values(), *extra]:
+            for sample in group.samples:
+                assert sample.id not in seen, f"sample {sample.id} is in two groups"
+                seen.add(sample.id)
+                sample.check_integrity()
+                assert sample.is_done == (sample.finish_reason is not None or sample.status == "failed"), sample.id

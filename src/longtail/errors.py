@@ -1,0 +1,23 @@
+"""Named failures. Misuse by the caller is a `ValueError` (see DESIGN.md section 6); these are the rest."""
+
+from __future__ import annotations
+
+
+class LongtailError(Exception):
+    """Base of every error that is not the caller's misuse."""
+
+
+class ExactNumericsUnavailable(LongtailError):
+    """The start-up check found no way to make this machine's arithmetic independent of the batch."""
+
+
+class UnsupportedModel(LongtailError, ValueError):
+    """The engine cannot run this architecture; running it anyway would give a wrong answer."""
+
+
+class SnapshotMismatch(LongtailError):
+    """A saved KV snapshot does not belong to these weights, this model or this sample."""
+
+
+class TraceError(LongtailError):
+    """A trace file is missing, empty, truncated or not a longtail trace."""

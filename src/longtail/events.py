@@ -1,0 +1,66 @@
+"""What happened, when: the one event record that engines and the rollout emit and that a trace holds.
+
+Times are seconds on the emitter's clock (monotonic; virtual in the simulator).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+EventKind = Literal[
+    "run_start",  # detail: JSON of the run's settings
+    "run_end",
+    "iteration_start",  # value: policy version
+    "iteration_end",  # num_seqs: complete groups handed over, num_tokens: output tokens in them
+    "submit",  # a sample becomes known; num_tokens: prompt tokens
+    "admit",  # a sample gets a slot; num_tokens: KV tokens it brings (prefix cache or snapshot); value: known tokens
+    "first_token",
+    "preempt",  # a sample loses its slot for lack of memory; num_tokens: computed tokens at that moment
+    "pause",  # a sample is taken out on request; num_tokens: output tokens so far; value: 1 with snapshot
+    "finish",  # num_tokens: output tokens; detail: finish reason
+    "step",  # one forward pass: see the fields below
+    "save",  # KV snapshot out; num_tokens
+    "restore",  # KV snapshot in; num_tokens
+    "update",  # new weights in place; value: policy version
+    "grade",  # value: reward
+    "train",
+    "hand_over",  # a complete group leaves; num_seqs: samples, num_tokens: output tokens
+]
+
+
+@dataclasses.dataclass(slots=True)
+class Event:
+    kind: EventKind
+    time: float
+    """Start of what happened."""
+    duration: float = 0.0
+    """Seconds it took; 0 for an instant."""
+    engine: str = ""
+    sample: str = ""
+    group: str = ""
+    iteration: int = -1
+    num_seqs: int = 0
+    """step: sequences in the batch."""
+    num_tokens: int = 0
+    """step: query tokens (rows of the forward pass)."""
+    num_prefill_tokens: int = 0
+    """step: of these, tokens of prompts and of re-prefilled outputs."""
+    num_context_tokens: int = 0
+    """step: KV tokens read, over all sequences."""
+    num_output_tokens: int = 0
+    """step: tokens sampled and committed."""
+    model_seconds: float = 0.0
+    """step: of the duration, the forward pass and logits."""
+    sample_seconds: float = 0.0
+    """step: of the duration, processing logits and sampling."""
+    value: float = 0.0
+    detail: str = ""
+
+
+Listener = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """The listener of those who do not listen."""

@@ -1,0 +1,46 @@
+"""What an engine runs: a sample plus where its KV stands.
+
+    |<-------------- num_tokens (known) -------------->|
+    |<--- num_computed_tokens --->|<- to be computed ->|
+    | KV is in the block table    | next forward passes|
+
+The scheduler's only rule is to bring computed up to known. A fresh sample (computed 0, known = prompt), a resumed one
+(computed from a snapshot), a preempted one (computed fell back) and one with drafts are the same case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from longtail.sample import KVSource, Sample
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """Owned by the engine's scheduler; `block_table` by the KV manager."""
+
+    sample: Sample
+    arrival: int
+    """Order of arrival; breaks ties."""
+    num_computed_tokens: int = 0
+    block_table: list[int] = dataclasses.field(default_factory=list)
+    kv: KVSource = "computed"
+    """Source that the next tokens' segment records."""
+    admitted_at: float | None = None
+    snapshot_tokens: int = 0
+    """Tokens restored from a snapshot at the last admission (for accounting)."""
+    num_recomputed_tokens: int = 0
+    """Output tokens whose KV had to be computed again."""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    """prompt_ids + output_ids, kept as one list for slicing."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = [*self.sample.prompt_ids, *self.sample.output_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens

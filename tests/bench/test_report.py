@@ -1,0 +1,149 @@
+"""The report: the answer, the numbers and the pictures are in it; nothing is fetched, nothing unescaped."""
+
+from __future__ import annotations
+
+import copy
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from longtail import Event
+from longtail.bench import analysis, plots, report
+from longtail.bench.trace import TraceWriter
+
+FIGURES = ("slots", "active", "lengths", "breakdown")
+
+
+@pytest.fixture
+def numbers(synthetic: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    return analysis.summary(synthetic)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, synthetic_writer: TraceWriter) -> str:
+    path: Path = tmp_path_factory.mktemp("report") / "report.html"
+    df = synthetic_writer.frame()
+    meta = {"cpu": "<b>fast</b> & furious", "versions": {"torch": "2.13"}}
+    report.write_report(path, df, analysis.summary(df), meta)
+    return path.read_text()
+
+
+def test_the_page_holds_answer_numbers_and_settings(page: str, numbers: dict[str, dict[str, Any]]) -> None:
+    assert report.headline(numbers) in page
+    assert page.index('class="answer"') < page.index("<table")
+    for run in numbers.values():
+        assert f"{run['tokens_trained']:,d}" in page
+        assert f"{run['tokens_per_second']:,.1f}" in page
+        assert f"{100 * run['bubble_share']:.1f}\u00a0%" in page
+    ratio = numbers["token-budget"]["tokens_per_second"] / numbers["sync"]["tokens_per_second"]
+    assert f"({ratio:.2f}\u00d7)" in page
+    assert page.count('<th scope="row">token-budget</th>') == 4  # a row an iteration
+    assert "torch: 2.13" in page and "synthetic" in page
+
+
+def test_foreign_text_is_escaped(page: str) -> None:
+    assert "<b>fast</b>" not in page
+    assert "&lt;b&gt;fast&lt;/b&gt; &amp; furious" in page
+
+
+def test_run_names_and_settings_are_escaped_everywhere() -> None:
+    name = '<script>alert("1")</script>'
+    writer = TraceWriter()
+    writer.listener(name)(Event("run_start", 0.0, detail='{"model": "<img src=x>"}'))
+    writer.listener(name)(Event("finish", 1.0, sample="a", num_tokens=3, detail="stop"))
+    df = writer.frame()
+    text = report.render(df, analysis.summary(df), {})
+    assert "<script" not in text and "<img" not in text
+    assert "&lt;script&gt;" in text and "&lt;img src=x&gt;" in text
+
+
+def test_pictures_are_inline_with_alt_texts_and_their_own_ids(page: str) -> None:
+    pictures = re.findall(r"<svg .*?</svg>", page, flags=re.DOTALL)
+    assert len(pictures) == len(FIGURES)
+    ids: list[str] = []
+    for picture in pictures:
+        root = ElementTree.fromstring(picture)
+        assert root.get("role") == "img" and len(root.get("aria-label") or "") > 40
+        own = [element.get("id") for element in root.iter() if element.get("id")]
+        used = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', picture)
+        assert {first or second for first, second in used} <= set(own)
+        ids += own
+        assert plots.INK not in picture and plots.PAPER not in picture
+    assert len(ids) == len(set(ids))
+
+
+def test_nothing_is_fetched(page: str) -> None:
+    assert not re.search(r'(?:src|href)\s*=\s*"(?:https?:)?//|url\(\s*["\']?https?:|@import|<script|<link', page)
+
+
+def test_the_same_trace_gives_the_same_page(synthetic: pd.DataFrame, numbers: dict[str, dict[str, Any]]) -> None:
+    assert report.render(synthetic, numbers, {}) == report.render(synthetic, numbers, {})
+
+
+def rated(numbers: dict[str, dict[str, Any]], **changes: float) -> dict[str, dict[str, Any]]:
+    """The numbers with the second run's trained and generated rates set as multiples of the first's."""
+    changed = copy.deepcopy(numbers)
+    for key, ratio in changes.items():
+        changed["token-budget"][key] = ratio * changed["sync"][key]
+    return changed
+
+
+def test_headline_says_gain_loss_or_neither(numbers: dict[str, dict[str, Any]]) -> None:
+    cost = f"took {numbers['sync']['tail_seconds']:.1f} s"
+    gain = report.headline(rated(numbers, tokens_per_second=1.5))
+    assert cost in gain and "gained: 1.50 times the trained tokens per second of sync" in gain
+    loss = report.headline(rated(numbers, tokens_per_second=0.7, tokens_generated_per_second=1.2))
+    assert "did not pay here: 0.70 times" in loss and "generated 1.20 times as fast" in loss
+    assert "still pending at the end" in loss
+    slower = report.headline(rated(numbers, tokens_per_second=0.7, tokens_generated_per_second=0.9))
+    assert "because steps with fuller slots" in slower
+    even = report.headline(rated(numbers, tokens_per_second=1.01, tokens_generated_per_second=1.0))
+    assert "trained as many tokens per second" in even
+
+
+def test_reasons_name_what_weighs(numbers: dict[str, dict[str, Any]]) -> None:
+    text = "\n".join(report.reasons(rated(numbers, tokens_generated_per_second=0.9)))
+    assert "was still pending at the end" in text and "tokens computed again" in text
+    assert "Fuller slots did not make token-budget faster" in text
+    broken = copy.deepcopy(numbers)
+    broken["sync"].update(complete=False, tokens_unaccounted=12)
+    text = "\n".join(report.reasons(broken))
+    assert "sync did not reach its end" in text and "12 generated tokens have no place" in text
+
+
+def test_a_run_that_did_nothing_still_has_a_page() -> None:
+    writer = TraceWriter()
+    for run in ("sync", "token-budget"):
+        writer.listener(run)(Event("run_start", 0.0))
+        writer.listener(run)(Event("run_end", 1.0))
+    df = writer.frame()
+    text = report.render(df, analysis.summary(df), {"note": None})
+    assert "trained nothing" in text and text.count("<svg ") == len(FIGURES)
+
+
+def test_figures_save_for_a_paper(synthetic: pd.DataFrame, tmp_path: Path) -> None:
+    figures = plots.all_figures(synthetic)
+    assert tuple(figures) == FIGURES
+    for name, figure in figures.items():
+        plots.save(figure, tmp_path / f"{name}.pdf")
+        assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_bars_of_the_timeline_are_the_intervals(synthetic: pd.DataFrame) -> None:
+    figure = plots.slot_timeline(synthetic)
+    held = analysis.intervals(synthetic)
+    drawn = [len(axes.patches) for axes in figure.axes]
+    assert drawn == [(held["run"] == run).sum() for run in ("sync", "token-budget")]
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
+
+
+def test_plots_leave_no_global_state(synthetic: pd.DataFrame) -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    plots.svg(plots.time_breakdown(synthetic), "label", "p")
+    assert dict(matplotlib.rcParams) == before

@@ -1,0 +1,202 @@
+"""store_kv, rope_store_kv, and the copying, gathering and scattering of blocks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from longtail.kernels.kv import (
+    copy_blocks,
+    empty_kv,
+    gather_blocks,
+    rope_store_kv,
+    rope_store_kv_reference,
+    scatter_blocks,
+    store_kv,
+    store_kv_reference,
+)
+
+LAYERS, BLOCKS = 3, 4
+
+
+def make_kv(kv_heads: int, block: int, dim: int) -> torch.Tensor:
+    """A cache whose every number is different, so that a stray write shows."""
+    kv = empty_kv(BLOCKS, LAYERS, kv_heads, block, dim)
+    return kv.copy_(torch.arange(kv.numel()).view_as(kv))
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_empty_kv() -> None:
+    kv = empty_kv(5, 2, 3, 16, 8)
+    assert kv.shape == (5, 2, 2, 3, 128)
+    assert kv.dtype == torch.float32
+    assert kv.is_contiguous()
+    assert not kv.any()
+
+
+def test_store_kv_by_hand() -> None:
+    """Slot 5 of blocks of 4 is block 1, offset 1. K lies [head dim, block], V lies [block, head dim]."""
+    kv = torch.zeros(2, 1, 2, 1, 4 * 2)
+    store_kv(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, 4.0]]]), kv, 0, torch.tensor([5]), 4)
+    assert kv[1, 0, 0, 0].tolist() == [0, 1, 0, 0, 0, 2, 0, 0]
+    assert kv[1, 0, 1, 0].tolist() == [0, 0, 3, 4, 0, 0, 0, 0]
+    assert not kv[0].any()
+
+
+@pytest.mark.parametrize(("kv_heads", "block", "dim"), [(1, 16, 16), (2, 16, 4), (3, 32, 20), (1, 8, 10)])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_store_kv_is_the_reference(kv_heads: int, block: int, dim: int, layer: int) -> None:
+    slots = torch.tensor([3, -1, block, 4 * block - 1, 0, -1, 2 * block + 1])
+    k, v = randn(7, kv_heads, dim, seed=1), randn(7, kv_heads, dim, seed=2)
+    ours, theirs = make_kv(kv_heads, block, dim), make_kv(kv_heads, block, dim)
+    store_kv(k, v, ours, layer, slots, block)
+    store_kv_reference(k, v, theirs, layer, slots, block)
+    assert torch.equal(ours, theirs)
+    changed = (ours != make_kv(kv_heads, block, dim)).sum().item()
+    assert changed == 5 * 2 * kv_heads * dim  # five slots, k and v, and nothing else
+
+
+def test_store_kv_takes_views() -> None:
+    """k and v come as slices of one projection."""
+    both = randn(3, 2, 2, 8)
+    ours, theirs = make_kv(2, 16, 8), make_kv(2, 16, 8)
+    store_kv(both[:, 0], both[:, 1], ours, 0, torch.tensor([1, 2, 3]), 16)
+    store_kv_reference(both[:, 0].clone(), both[:, 1].clone(), theirs, 0, torch.tensor([1, 2, 3]), 16)
+    assert torch.equal(ours, theirs)
+
+
+def test_store_kv_padding_only() -> None:
+    kv = make_kv(2, 16, 4)
+    store_kv(randn(3, 2, 4), randn(3, 2, 4), kv, 0, torch.full((3,), -1), 16)
+    store_kv(randn(0, 2, 4), randn(0, 2, 4), kv, 0, torch.empty(0, dtype=torch.int64), 16)
+    assert torch.equal(kv, make_kv(2, 16, 4))
+
+
+# ---- rope_store_kv
+
+
+def rope_tables(positions: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.outer(torch.arange(positions).float(), 10000.0 ** (-torch.arange(0, dim, 2).float() / dim))
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "block", "dim"), [(1, 1, 16, 16), (9, 3, 16, 64), (4, 1, 32, 20), (2, 2, 16, 6)]
+)
+def test_rope_store_kv_is_the_reference(heads: int, kv_heads: int, block: int, dim: int, norm: bool) -> None:
+    tokens = 6
+    qkv = randn(tokens, (heads + 2 * kv_heads) * dim, seed=3) * 3
+    cos, sin = rope_tables(50, dim)
+    positions = torch.tensor([0, 1, 49, 7, 7, 0])
+    slots = torch.tensor([5, 4 * block - 1, -1, block, 0, -1])
+    qw, kw = (1 + randn(dim, seed=4) / 4, 1 + randn(dim, seed=5) / 4) if norm else (None, None)
+    ours, theirs = make_kv(kv_heads, block, dim), make_kv(kv_heads, block, dim)
+    q = rope_store_kv(qkv, cos, sin, positions, qw, kw, 1e-6, ours, 1, slots, block, heads, kv_heads)
+    expected = rope_store_kv_reference(
+        qkv, cos, sin, positions, qw, kw, 1e-6, theirs, 1, slots, block, heads, kv_heads
+    )
+    torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    written = torch.zeros(BLOCKS, block, dtype=torch.bool)
+    written.view(-1)[slots[slots >= 0]] = True
+    k_stays = ours.view(BLOCKS, LAYERS, 2, kv_heads, dim, block)[:, 1, 0].permute(0, 3, 1, 2)[~written]
+    k_before = make_kv(kv_heads, block, dim).view(BLOCKS, LAYERS, 2, kv_heads, dim, block)[:, 1, 0]
+    assert torch.equal(k_stays, k_before.permute(0, 3, 1, 2)[~written])
+    assert torch.equal(ours[:, [0, 2]], make_kv(kv_heads, block, dim)[:, [0, 2]])  # other layers
+
+
+def test_rope_store_kv_by_hand() -> None:
+    """A quarter turn: (low, high) becomes (-high, low). One head, head dim 2; V is stored as it is."""
+    cos, sin = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])
+    kv = torch.zeros(1, 1, 2, 1, 16 * 2)
+    qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
+    q = rope_store_kv(qkv, cos, sin, torch.tensor([1]), None, None, 1e-6, kv, 0, torch.tensor([2]), 16, 1, 1)
+    assert q.tolist() == [[[-2.0, 1.0]]]
+    assert kv[0, 0, 0, 0].view(2, 16)[:, 2].tolist() == [-4.0, 3.0]
+    assert kv[0, 0, 1, 0].view(16, 2)[2].tolist() == [5.0, 6.0]
+    q = rope_store_kv(qkv, cos, sin, torch.tensor([0]), None, None, 1e-6, kv, 0, torch.tensor([2]), 16, 1, 1)
+    assert q.tolist() == [[[1.0, 2.0]]]
+
+
+def test_rope_store_kv_norm_by_hand() -> None:
+    """(3, 4) has mean square 12.5; q's weight doubles, k's leaves alone; position 0 does not turn."""
+    cos, sin = torch.ones(1, 1), torch.zeros(1, 1)
+    kv = torch.zeros(1, 1, 2, 1, 16 * 2)
+    q_weight, k_weight = torch.tensor([2.0, 2.0]), torch.tensor([1.0, 1.0])
+    qkv = torch.tensor([[3.0, 4.0, 3.0, 4.0, 3.0, 4.0]])
+    zero = torch.tensor([0])
+    q = rope_store_kv(qkv, cos, sin, zero, q_weight, k_weight, 0.0, kv, 0, zero, 16, 1, 1)
+    root = math.sqrt(12.5)
+    assert q.flatten().tolist() == pytest.approx([6 / root, 8 / root])
+    assert kv[0, 0, 0, 0].view(2, 16)[:, 0].tolist() == pytest.approx([3 / root, 4 / root])
+    assert kv[0, 0, 1, 0].view(16, 2)[0].tolist() == [3.0, 4.0]  # values are not normalised
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope_store_kv_rows_do_not_depend_on_the_batch(norm: bool) -> None:
+    tokens, heads, kv_heads, block, dim = 9, 3, 1, 16, 20
+    qkv, (cos, sin) = randn(tokens, 5 * dim, seed=6), rope_tables(30, dim)
+    positions, slots = torch.arange(tokens) * 3, torch.arange(tokens) * 5
+    qw, kw = (randn(dim, seed=7), randn(dim, seed=8)) if norm else (None, None)
+    together, alone = make_kv(kv_heads, block, dim), make_kv(kv_heads, block, dim)
+    q = rope_store_kv(qkv, cos, sin, positions, qw, kw, 1e-5, together, 0, slots, block, heads, kv_heads)
+    for t in reversed(range(tokens)):
+        row = slice(t, t + 1)
+        one = rope_store_kv(
+            qkv[row], cos, sin, positions[row], qw, kw, 1e-5, alone, 0, slots[row], block, heads, kv_heads
+        )
+        assert torch.equal(one, q[row])
+    assert torch.equal(together, alone)
+
+
+# ---- blocks
+
+
+def test_copy_blocks_copies_all_layers_and_nothing_else() -> None:
+    kv, before = make_kv(2, 16, 4), make_kv(2, 16, 4)
+    copy_blocks(kv, [(0, 3)])
+    assert torch.equal(kv[3], before[0])
+    assert torch.equal(kv[:3], before[:3])
+
+
+def test_copy_blocks_runs_in_order() -> None:
+    """0 -> 1 -> 2: the second copy sees the first one's result."""
+    kv, before = make_kv(1, 16, 4), make_kv(1, 16, 4)
+    copy_blocks(kv, [(0, 1), (1, 2)])
+    assert torch.equal(kv[1], before[0])
+    assert torch.equal(kv[2], before[0])
+    copy_blocks(kv, [])
+    assert torch.equal(kv[3], before[3])
+
+
+def test_gather_blocks_is_a_copy_in_the_order_asked() -> None:
+    kv = make_kv(2, 16, 4)
+    data = gather_blocks(kv, [2, 0])
+    assert data.is_contiguous()
+    assert torch.equal(data[0], kv[2])
+    assert torch.equal(data[1], kv[0])
+    kv.zero_()
+    assert data.any()
+
+
+def test_scatter_blocks_inverts_gather_blocks() -> None:
+    kv, before = make_kv(2, 16, 4), make_kv(2, 16, 4)
+    data = gather_blocks(kv, [3, 1])
+    kv[[3, 1]] = float("nan")
+    scatter_blocks(kv, [3, 1], data)
+    assert torch.equal(kv, before)
+    scatter_blocks(kv, [0, 2], data)  # to another place: block 0 gets 3's, block 2 gets 1's
+    assert torch.equal(kv[[0, 2]], before[[3, 1]])
+    assert torch.equal(kv[[1, 3]], before[[1, 3]])
+
+
+def test_gather_and_scatter_nothing() -> None:
+    kv = make_kv(1, 16, 4)
+    scatter_blocks(kv, [], gather_blocks(kv, []))
+    assert torch.equal(kv, make_kv(1, 16, 4))
