@@ -51,7 +51,9 @@ def model(
 @bench.callback()
 def bench_command(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="Directory for summary.json, trace.parquet and report.html")] = Path("runs/bench"),
+    out: Annotated[Path, typer.Option(help="Directory for summary.json, trace.parquet and report.html")] = Path(
+        "runs/bench"
+    ),
     model: Annotated[str, typer.Option(help="Model name, directory or hub id")] = "smollm2-135m",
     tasks: Annotated[str, typer.Option(help="Task mix, e.g. mixed or gsm_symbolic=3,chain_sum=1")] = "mixed",
     strategies: Annotated[str, typer.Option(help="Comma-separated; the first is the baseline")] = "sync,token-budget",
@@ -152,7 +154,9 @@ def _print_headline(summary: dict[str, Any]) -> None:
     if summary["identical_tokens"] is not None:
         same = summary["identical_tokens"]
         text = "the same tokens and log-probabilities, bit for bit" if same else "DIFFERENT tokens or log-probabilities"
-        console.print(f"Every sample has {text}, whichever regime ran.", style="green" if same else "yellow", highlight=False)
+        console.print(
+            f"Every sample has {text}, whichever regime ran.", style="green" if same else "yellow", highlight=False
+        )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ class BenchProgress:
         self.ids["load"] = self.bars.add_task("loading model", total=None, live="", visible=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bars.stop()
 
     def __call__(self, strategy: str, event: Event) -> None:

@@ -41,7 +41,9 @@ def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         fields = dict(
-            part for line in info.read_text().splitlines() if len(part := tuple(map(str.strip, line.split(":", 1)))) == 2
+            part
+            for line in info.read_text().splitlines()
+            if len(part := tuple(map(str.strip, line.split(":", 1)))) == 2
         )
         if "model name" in fields:
             return f"{fields['model name']} (family {fields.get('cpu family')}, model {fields.get('model')})"

@@ -1,8 +1,8 @@
 """`longtail bench`: the same prompts and seeds under several strategies, measured in one process.
 
 For each strategy: in every iteration new prompts are submitted, the rollout collects, and what is handed over is
-graded. After the last iteration what is still unfinished is waited for, so that every regime ends with the same samples;
-their tokens are compared bit for bit.
+graded. After the last iteration what is still unfinished is waited for, so that every regime ends with the same
+samples; their tokens are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -135,7 +135,11 @@ def write(result: BenchResult, out: Path) -> None:
     from longtail.bench.report import write_report
 
     out.mkdir(parents=True, exist_ok=True)
-    meta = {**result.summary["config"], **result.summary["machine"], "identical_tokens": result.summary["identical_tokens"]}
+    meta = {
+        **result.summary["config"],
+        **result.summary["machine"],
+        "identical_tokens": result.summary["identical_tokens"],
+    }
     result.trace.write(out / "trace.parquet", meta)
     with replacing(out / "summary.json") as file:
         file.write(json.dumps(result.summary, indent=1).encode())
@@ -153,7 +157,9 @@ def _strategy(name: str, config: BenchConfig, measured: float | None) -> Strateg
 def _warm_up(engine: NativeEngine, config: BenchConfig) -> None:
     """First calls compile and allocate; and no run may find the prefixes of the one before."""
     prompt = list(range(5, 5 + 40))
-    engine.add(Group.from_prompt("warm-up", prompt, SamplingParams(n=min(2, config.slots), max_tokens=4, seed=1)).samples)
+    engine.add(
+        Group.from_prompt("warm-up", prompt, SamplingParams(n=min(2, config.slots), max_tokens=4, seed=1)).samples
+    )
     while engine.has_work:
         engine.step()
     engine.reset_prefix_cache()
@@ -181,9 +187,7 @@ def _run_strategy(
     try:
         for iteration in range(config.iterations):
             numbers = range(iteration * config.prompts, (iteration + 1) * config.prompts)
-            rollout.submit(
-                Group.from_prompt(f"p{i}", prompts[i], config.params(i), task=tasks[i]) for i in numbers
-            )
+            rollout.submit(Group.from_prompt(f"p{i}", prompts[i], config.params(i), task=tasks[i]) for i in numbers)
             done += _graded(rollout.collect(), engine, tokenizer, listen)
         if len(rollout.store):
             done += _graded(rollout.collect(wait=True), engine, tokenizer, listen)

@@ -37,7 +37,9 @@ class AttentionBatch:
     """int32 [tiles, 1 + ROWS]: sequence, then the row of each tile lane, as token * group + head in group."""
 
     @classmethod
-    def build(cls, query_lens: list[int], context_lens: list[int], block_tables: list[list[int]], group: int) -> AttentionBatch:
+    def build(
+        cls, query_lens: list[int], context_lens: list[int], block_tables: list[list[int]], group: int
+    ) -> AttentionBatch:
         """query_lens: rows per sequence; context_lens: KV length of each sequence including these rows;
         group: query heads per KV head."""
         cu = np.zeros(len(query_lens) + 1, np.int32)

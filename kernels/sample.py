@@ -307,7 +307,7 @@ def process_logits(
     top-p. row: float32 [V].
 
     Penalties as in vLLM: repetition over prompt and output (CTRL, Keskar et al. 2019), presence and frequency over the
-    output (OpenAI). Tokens that tie with the last one kept are kept, so the result does not depend on an order of sorting.
+    output (OpenAI). Tokens that tie with the last one kept are kept: the result does not depend on an order of sorting.
     """
     if len(banned):
         row[np.asarray(banned)] = -np.inf
@@ -325,7 +325,7 @@ def process_logits(
         row[row * scale < row.max() * scale + np.float32(math.log(min_p))] = -np.inf
     if 0 < top_k < row.size:
         row[row < np.partition(row, row.size - top_k)[row.size - top_k]] = -np.inf
-    if top_p < 1.0:
+    if top_p < 1.0 and np.isfinite(row.max()):  # a row that `sample` refuses is left to it
         kept = np.sort(row[row > -np.inf])[::-1]
         p = np.exp((kept - kept[0]).astype(np.float64) * float(scale))
         before = np.cumsum(p) - p  # probability mass ahead of each token

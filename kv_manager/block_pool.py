@@ -116,5 +116,8 @@ class BlockPool:
         assert len(set(free)) == len(free), "a block is free twice"
         held = {block for block, count in enumerate(self.ref_counts) if count}
         assert held.isdisjoint(free) and len(held) + len(free) == self.num_blocks, "free + held != all"
-        assert set(self._block_of.values()) == set(self._keys_of), "prefix index and its inverse differ"
+        inverse = sorted((key, block) for block, keys in self._keys_of.items() for key in keys)
+        assert inverse == sorted(self._block_of.items()), "prefix index and its inverse differ"
+        assert all(self._keys_of.values()), "a block has an empty set of keys"
         assert not set(self._free_plain) & set(self._keys_of), "a cached block lies among the plain ones"
+        assert set(self._free_cached) <= set(self._keys_of), "a plain block lies among the cached ones"

@@ -150,7 +150,7 @@ class KVManager:
         """Brings an attached sequence up to the snapshot's tokens; blocks it found by prefix are kept, not rewritten.
         False, with nothing changed, if the pool is exhausted. SnapshotMismatch if it is not this sequence's."""
         snapshot.check(seq.sample.id, seq.token_ids, self.layout)
-        if snapshot.num_tokens <= seq.num_computed_tokens:
+        if min(snapshot.num_tokens, seq.num_tokens - 1) <= seq.num_computed_tokens:  # a found tail is not rewritten
             return True
         if not self.reserve(seq, snapshot.num_tokens):
             return False

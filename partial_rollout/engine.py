@@ -58,6 +58,10 @@ class Engine(Protocol):
         """Seconds on this engine's clock (real or virtual)."""
         ...
 
+    def check(self, sample: Sample) -> None:
+        """Raises the ValueError with which `add` would refuse this sample."""
+        ...
+
     def add(self, samples: Iterable[Sample]) -> None:
         """Fresh and paused samples alike; a paused one continues from its snapshot or from its tokens."""
         ...

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class RepetitionDetector:
     """True when the output ends in one pattern repeated over and over.
 
-    max_period: longest pattern, in tokens; min_tokens: how long the repeated stretch must be; min_repeats: how often the
-    pattern must stand in it. Looked at once every `every` output tokens, counted from the start of the output: the
+    max_period: longest pattern, in tokens; min_tokens: how long the repeated stretch must be; min_repeats: how often
+    the pattern must stand in it. Looked at once every `every` output tokens, counted from the start of the output: the
     answer depends on the tokens alone, so a resumed or rescheduled sample ends at the same place.
     """
 

@@ -1,9 +1,9 @@
 """The rollout: prompts in, complete groups out, unfinished work kept.
 
-    rollout = Rollout(engine, strategy=TokenBudget(8_000))
-    rollout.submit(prompts, SamplingParams(n=8, temperature=0.7, max_tokens=1024))
-    groups = rollout.collect()                 # complete groups only
-    rollout.update_weights(weights, version)   # the next collect() resumes what was paused
+rollout = Rollout(engine, strategy=TokenBudget(8_000))
+rollout.submit(prompts, SamplingParams(n=8, temperature=0.7, max_tokens=1024))
+groups = rollout.collect()                 # complete groups only
+rollout.update_weights(weights, version)   # the next collect() resumes what was paused
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ class Rollout:
         self.iteration = 0
         self._submitted = 0
 
-    def submit(
-        self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None
-    ) -> list[Group]:
+    def submit(self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None) -> list[Group]:
         """prompts: token ids (params.n samples each), or groups made by the caller. Any number, any time.
 
-        ValueError if a prompt is empty or a group id was used before; then none of them is taken.
+        ValueError if the engine cannot run a sample (empty or too long a prompt, unknown token ids, ...) or a group id was
+        used before; then none of them is taken.
         """
         groups = []
         for number, prompt in enumerate(prompts, start=self._submitted):
@@ -59,11 +58,13 @@ class Rollout:
                 groups.append(prompt)
             else:
                 groups.append(Group.from_prompt(f"g{number}", prompt, params or SamplingParams()))
-        taken: set[str] = {group.id for group in self.store}
+        taken: set[str] = set()
         for group in groups:
-            if group.id in taken:
+            if group.id in taken or group.id in self.store:
                 raise ValueError(f"group id {group.id!r} was submitted before; every group needs its own id")
             taken.add(group.id)
+            for sample in group.samples:
+                self.engine.check(sample)
         for group in groups:
             self.store.add(group)
             for sample in group.samples:

@@ -18,11 +18,15 @@ class SampleStore:
         self._handed_over: set[str] = set()
 
     def add(self, group: Group) -> None:
-        if group.id in self._groups or group.id in self._handed_over:
+        if group.id in self:
             raise ValueError(f"group id {group.id!r} was submitted before; every group needs its own id")
         if not group.samples:
             raise ValueError(f"group {group.id!r} has no samples; n must be at least 1")
         self._groups[group.id] = group
+
+    def __contains__(self, group_id: str) -> bool:
+        """Whether a group of this id was ever submitted."""
+        return group_id in self._groups or group_id in self._handed_over
 
     def __len__(self) -> int:
         """Groups not handed over yet."""

@@ -53,7 +53,7 @@ def test_a_prompt_is_kept_as_a_tuple() -> None:
 def test_samples_share_no_lists() -> None:
     a, b = make_sample(), make_sample()
     a.append(9, -0.5, V0, "e", "computed")
-    assert b.output_ids == b.logprobs == b.versions == b.segments == []
+    assert not (b.output_ids or b.logprobs or b.versions or b.segments)
 
 
 @pytest.mark.parametrize(

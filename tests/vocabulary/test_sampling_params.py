@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ WRONG: list[tuple[str, object]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG)
-def test_a_wrong_value_is_refused_by_name(field: str, value: object) -> None:
+def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{field}\b"):
         SamplingParams(**{field: value})
 
@@ -51,7 +52,7 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: object) -> None:
         *[("repetition_penalty", v) for v in (1e-3, 1, 2.5)],
     ],
 )
-def test_a_value_at_the_edge_is_taken_as_it_is(field: str, value: object) -> None:
+def test_a_value_at_the_edge_is_taken_as_it_is(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
 
 
@@ -70,12 +71,12 @@ def test_defaults_leave_the_distribution_alone() -> None:
 
 
 @pytest.mark.parametrize(("given", "kept"), [("a", ("a",)), (["a", "bc"], ("a", "bc")), (("a",), ("a",)), (None, ())])
-def test_stop_becomes_a_tuple(given: object, kept: tuple[str, ...]) -> None:
+def test_stop_becomes_a_tuple(given: Any, kept: tuple[str, ...]) -> None:
     assert SamplingParams(stop=given).stop == kept
 
 
 @pytest.mark.parametrize(("given", "kept"), [(7, (7,)), ([7, 0], (7, 0)), (None, ())])
-def test_stop_token_ids_become_a_tuple(given: object, kept: tuple[int, ...]) -> None:
+def test_stop_token_ids_become_a_tuple(given: Any, kept: tuple[int, ...]) -> None:
     assert SamplingParams(stop_token_ids=given).stop_token_ids == kept
 
 
@@ -116,7 +117,7 @@ def test_from_dict_checks_values_too() -> None:
 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty"])
 @pytest.mark.parametrize(("value", "expected"), [(0.0, False), (0.5, True), (-0.5, True)])
-def test_has_penalties(field: str, value: float, expected: bool) -> None:
+def test_has_penalties(field: str, value: Any, expected: bool) -> None:
     assert SamplingParams(**{field: value}).has_penalties is expected
 
 
@@ -126,7 +127,7 @@ def test_has_penalties_repetition() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("top_k", 1), ("top_p", 0.99), ("min_p", 0.01)])
-def test_truncates(field: str, value: float) -> None:
+def test_truncates(field: str, value: Any) -> None:
     assert SamplingParams(**{field: value}).truncates
 
 
@@ -136,4 +137,5 @@ def test_is_frozen_and_keyword_only() -> None:
         params.n = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
         SamplingParams(2)  # type: ignore[call-arg]
-    assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop="a"))
+    as_list: Any = ["a"]
+    assert hash(SamplingParams(stop=as_list)) == hash(SamplingParams(stop=("a",)))

@@ -112,7 +112,9 @@ class FusedDecoder:
 
         def linear(*names: str) -> PackedLinear:
             biases = [weights[f"{n}.bias"].detach().float() for n in names if f"{n}.bias" in self._shapes]
-            if biases and len(biases) != len(names):  # a fused projection has one bias vector: zeros where there is none
+            if biases and len(biases) != len(
+                names
+            ):  # a fused projection has one bias vector: zeros where there is none
                 biases = [
                     weights[f"{n}.bias"].detach().float()
                     if f"{n}.bias" in self._shapes

@@ -117,12 +117,42 @@ class NativeEngine:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
+    def check(self, sample: Sample) -> None:
+        """Raises the ValueError with which `add` would refuse this sample."""
+        who = f"sample {sample.id}"
+        if sample.id in self._sequences:
+            raise ValueError(f"{who} is already in the engine; pause or abort it first")
+        if sample.is_done:
+            raise ValueError(f"{who} is {sample.status}; only unfinished samples can be added")
+        if len(sample.prompt_ids) >= self.max_model_len:
+            raise ValueError(
+                f"{who}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len {self.max_model_len} leaves "
+                "no room for output; shorten the prompt or raise max_model_len"
+            )
+        ids = (*sample.prompt_ids, *sample.output_ids, *sample.params.stop_token_ids)
+        worst = max(ids)
+        if worst >= self.spec.vocab_size:
+            raise ValueError(
+                f"{who}: token id {worst} is outside the vocabulary of {self.spec.vocab_size}; "
+                "was it made with another tokenizer?"
+            )
+        if sample.params.stop:
+            self._decode()  # fails now, not in the middle of a run, if there is no tokenizer
+        end = check_end(sample, self.spec.eos_token_ids, self.max_model_len, self._decode_or_none(sample))
+        if end is not None:
+            raise ValueError(f"{who} has already ended ({end.reason}); it is finished, not to be resumed")
+        if sample.versions and sample.versions[-1] > self._version:
+            raise ValueError(
+                f"{who} has tokens of version {sample.versions[-1]}, newer than the engine's {self._version}; "
+                "update the engine's weights first"
+            )
+
     def add(self, samples: Iterable[Sample]) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""
         with self._lock:
             batch = list(samples)
             for sample in batch:
-                self._check(sample)
+                self.check(sample)
             if len({s.id for s in batch}) < len(batch):
                 raise ValueError("samples: two samples have the same id; every sample needs its own")
             for sample in batch:
@@ -163,7 +193,9 @@ class NativeEngine:
                     num_seqs=len(scheduled),
                     num_tokens=sum(item.num_tokens for item in scheduled),
                     num_prefill_tokens=prefill,
-                    num_context_tokens=int(batch.attention.context_lens[batch.attention.cu_seqlens[1:].long() - 1].sum()),
+                    num_context_tokens=int(
+                        batch.attention.context_lens[batch.attention.cu_seqlens[1:].long() - 1].sum()
+                    ),
                     num_output_tokens=len(sampled),
                     model_seconds=model_end - model_start,
                     sample_seconds=sample_end - model_end,
@@ -200,7 +232,9 @@ class NativeEngine:
         fit. KV made by older weights is dropped, or kept if `kv_on_update` says so."""
         with self._lock:
             if version <= self._version:
-                raise ValueError(f"version must be above the current {self._version}, not {version}; versions only grow")
+                raise ValueError(
+                    f"version must be above the current {self._version}, not {version}; versions only grow"
+                )
             start = self.now()
             checked = loader.check_weights(self.decoder.parameter_shapes(), weights)
             with torch.no_grad():
@@ -251,35 +285,6 @@ class NativeEngine:
                 seq.sample.check_integrity()
 
     # -- admission and leaving ----------------------------------------------------------------------------------------
-
-    def _check(self, sample: Sample) -> None:
-        who = f"sample {sample.id}"
-        if sample.id in self._sequences:
-            raise ValueError(f"{who} is already in the engine; pause or abort it first")
-        if sample.is_done:
-            raise ValueError(f"{who} is {sample.status}; only unfinished samples can be added")
-        if len(sample.prompt_ids) >= self.max_model_len:
-            raise ValueError(
-                f"{who}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len {self.max_model_len} leaves no "
-                "room for output; shorten the prompt or raise max_model_len"
-            )
-        ids = (*sample.prompt_ids, *sample.output_ids, *sample.params.stop_token_ids)
-        worst = max(ids)
-        if worst >= self.spec.vocab_size:
-            raise ValueError(
-                f"{who}: token id {worst} is outside the vocabulary of {self.spec.vocab_size}; "
-                "was it made with another tokenizer?"
-            )
-        if sample.params.stop:
-            self._decode()  # fails now, not in the middle of a run, if there is no tokenizer
-        end = check_end(sample, self.spec.eos_token_ids, self.max_model_len, self._decode_or_none(sample))
-        if end is not None:
-            raise ValueError(f"{who} has already ended ({end.reason}); it is finished, not to be resumed")
-        if sample.versions and sample.versions[-1] > self._version:
-            raise ValueError(
-                f"{who} has tokens of version {sample.versions[-1]}, newer than the engine's {self._version}; "
-                "update the engine's weights first"
-            )
 
     def _admit(self, seq: Sequence) -> bool:
         self.kv.attach(seq)

@@ -1,0 +1,287 @@
+"""KVManager under random use, against a plain model of what every position must hold.
+
+The model knows nothing of blocks. The KV of a position is a function of the weights that computed it, of the KV before
+it, and of its token, as in a causal model; `Model.content` gives each such triple a number of its own. Whatever the
+manager does (sharing, copying, evicting, saving, restoring, changing weights), two things hold after every operation:
+
+- every running sequence reads its own numbers at all of its computed positions;
+- every key in the prefix index leads to the numbers that the present weights give its tokens.
+
+Blocks of 4 tokens, a pool of 10, tokens 0 and 1, and prompts of one family: collisions and shortages all the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from longtail.kv_manager.block_pool import BlockHash, chain_hash, root_hash
+from longtail.kv_manager.manager import KVManager, _tail_hash
+from longtail.kv_manager.snapshot import Snapshot
+from longtail.sample import Sample
+from longtail.sampling_params import SamplingParams
+from longtail.sequence import Sequence
+from longtail.version import Fingerprint
+
+LAYERS, HEADS, SIZE, DIM = 2, 2, 4, 4
+NUM_BLOCKS, MOST_TOKENS, MOST_RUNNING = 10, 16, 5
+FINGERPRINTS = [Fingerprint(name) for name in "ABC"]
+CHANNELS = np.arange(LAYERS * 2 * HEADS * DIM, dtype=np.float32).reshape(LAYERS, 2, HEADS, DIM)
+
+Content = tuple[int, ...]
+"""The numbers of a sequence's computed positions."""
+
+
+class Model:
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[str, Content, int], int] = {}
+
+    def extend(self, content: Content, fingerprint: str, token_ids: list[int]) -> Content:
+        for token in token_ids:
+            # The last number stands for everything before it: it was given to that history alone.
+            triple = (fingerprint, content[-1:], token)
+            content = (*content, self.numbers.setdefault(triple, len(self.numbers) + 1))
+        return content
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """A sequence, the model's content of its computed positions, and what it has saved."""
+
+    seq: Sequence
+    content: Content = ()
+    snapshot: Snapshot | None = None
+    saved: Content = ()
+
+
+class Cache:
+    """Reads and writes positions of the cache tensor: number n is n * 32 + channel, different in each channel."""
+
+    def __init__(self, kv: KVManager) -> None:
+        data = kv.kv.numpy()  # [blocks, layers, 2, heads, size * dim]
+        blocks = len(data)
+        k = data[:, :, 0].reshape(blocks, LAYERS, HEADS, DIM, SIZE)
+        v = data[:, :, 1].reshape(blocks, LAYERS, HEADS, SIZE, DIM)
+        assert np.shares_memory(k, data)
+        assert np.shares_memory(v, data)
+        self.k = k.transpose(0, 4, 1, 2, 3)  # [blocks, size, layers, heads, dim]
+        self.v = v.transpose(0, 3, 1, 2, 4)
+
+    def write(self, slots: list[int], numbers: Content) -> None:
+        for slot, number in zip(slots, numbers, strict=True):
+            values = number * np.float32(CHANNELS.size) + CHANNELS
+            self.k[divmod(slot, SIZE)], self.v[divmod(slot, SIZE)] = values[:, 0], values[:, 1]
+
+    def read(self, slots: list[int]) -> Content:
+        """0 where the channels do not agree."""
+        found = []
+        for slot in slots:
+            values = np.stack([self.k[divmod(slot, SIZE)], self.v[divmod(slot, SIZE)]], axis=1) - CHANNELS
+            whole = values.min() == values.max() and values.flat[0] % CHANNELS.size == 0
+            found.append(int(values.flat[0]) // CHANNELS.size if whole else 0)
+        return tuple(found)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    @initialize(prefix_caching=st.sampled_from([True, True, True, False]))
+    def start(self, prefix_caching: bool) -> None:
+        self.kv = KVManager(
+            NUM_BLOCKS,
+            layers=LAYERS,
+            kv_heads=HEADS,
+            block_size=SIZE,
+            head_dim=DIM,
+            fingerprint=FINGERPRINTS[0],
+            prefix_caching=prefix_caching,
+        )
+        self.model, self.cache = Model(), Cache(self.kv)
+        self.running: list[Record] = []
+        self.waiting: list[Record] = []
+        self.seen: set[tuple[int, ...]] = set()
+        self.count = 0
+
+    # ---- what must hold
+
+    def pure(self, token_ids: list[int]) -> Content:
+        return self.model.extend((), self.kv.fingerprint, token_ids)
+
+    def state(self) -> Any:
+        pool = self.kv.pool
+        tables = [(list(r.seq.block_table), r.seq.num_computed_tokens) for r in self.running]
+        free = (list(pool._free_plain), list(pool._free_cached))
+        keys = {block: dict(covered) for block, covered in pool._keys_of.items()}
+        return list(pool.ref_counts), free, keys, dict(pool._block_of), tables, self.kv.kv.numpy().tobytes()
+
+    @invariant()
+    def every_sequence_reads_its_own_content(self) -> None:
+        self.kv.check_integrity([r.seq for r in self.running])
+        for r in self.running:
+            assert len(r.content) == r.seq.num_computed_tokens
+            assert self.cache.read(self.kv.slots(r.seq, 0, len(r.content))) == r.content, r.seq.sample.id
+
+    @invariant()
+    def every_key_keeps_its_promise(self) -> None:
+        """All keys that any token list ever seen can have, under the present weights; there are no others."""
+        promised: dict[BlockHash, tuple[int, ...]] = {}
+        for tokens in self.seen:
+            parent = root_hash(self.kv.fingerprint)
+            for first in range(0, len(tokens), SIZE):
+                block = list(tokens[first : first + SIZE])
+                for covered in range(1, min(len(block), SIZE - 1) + 1):
+                    promised[_tail_hash(parent, block[:covered])] = tokens[: first + covered]
+                if len(block) == SIZE:
+                    parent = chain_hash(parent, block)
+                    promised[parent] = tokens[: first + SIZE]
+        for key, block_id in self.kv.pool._block_of.items():
+            prefix = promised[key]  # KeyError: a key of other weights, or of tokens that nobody has
+            covered = (len(prefix) - 1) % SIZE + 1
+            expected = self.pure(list(prefix))[-covered:]
+            slots = [block_id * SIZE + offset for offset in range(covered)]
+            assert self.cache.read(slots) == expected, f"block {block_id} promises {prefix}"
+            assert self.kv.pool._keys_of[block_id][key] == covered
+
+    # ---- operations
+
+    def note(self, r: Record) -> None:
+        self.seen.add(tuple(r.seq.token_ids))
+
+    def pick(self, data: st.DataObject, records: list[Record]) -> Record:
+        return records[data.draw(st.integers(0, len(records) - 1))]
+
+    @precondition(lambda self: len(self.waiting) < 4)
+    @rule(length=st.integers(1, 11), flip=st.none() | st.integers(0, 10))
+    def arrive(self, length: int, flip: int | None) -> None:
+        """A prompt of the family: zeros, perhaps with a one somewhere."""
+        prompt = tuple(int(i == flip) for i in range(length))
+        self.count += 1
+        sample = Sample(
+            id=f"s{self.count}", group_id="g", index=0, prompt_ids=prompt, params=SamplingParams(), seed=self.count
+        )
+        self.waiting.append(Record(Sequence(sample, self.count)))
+        self.note(self.waiting[-1])
+
+    @precondition(lambda self: self.waiting and len(self.running) < MOST_RUNNING)
+    @rule(data=st.data(), keep=st.booleans())
+    def admit(self, data: st.DataObject, keep: bool) -> None:
+        """attach, and restore where there is a snapshot of the present weights, or of others and the user keeps it."""
+        r = self.pick(data, self.waiting)
+        free = self.kv.pool.num_free
+        self.kv.attach(r.seq)
+        found = r.seq.num_computed_tokens
+        assert found < r.seq.num_tokens
+        assert self.kv.prefix_caching or not found
+        assert len(r.seq.block_table) == -(-found // SIZE)
+        assert self.kv.pool.num_free <= free
+        r.content = self.pure(r.seq.token_ids[:found])
+        self.waiting.remove(r)
+        self.running.append(r)
+        self.every_sequence_reads_its_own_content()
+        if r.snapshot is None or not (keep or r.snapshot.fingerprint == self.kv.fingerprint):
+            return
+        before = self.state()
+        if not self.kv.restore(r.seq, r.snapshot):
+            assert self.state() == before
+            return
+        if r.seq.num_computed_tokens > found:
+            assert r.seq.num_computed_tokens == r.snapshot.num_tokens
+            r.content = r.content + r.saved[found:]
+            if r.snapshot.fingerprint == self.kv.fingerprint:
+                assert r.content == self.pure(r.seq.token_ids[: len(r.content)])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), most=st.integers(1, MOST_TOKENS), drafts=st.sampled_from([0, 0, 0, 1, 3]))
+    def step(self, data: st.DataObject, most: int, drafts: int) -> None:
+        """One forward pass of one sequence: a chunk, or the last token with drafts behind it, all of them rejected."""
+        r = self.pick(data, self.running)
+        seq = r.seq
+        stop = min(seq.num_computed_tokens + most, seq.num_tokens)
+        if stop < seq.num_tokens:
+            drafts = 0
+        if stop == seq.num_computed_tokens and not drafts:
+            return
+        before = self.state()
+        if not self.kv.reserve(seq, stop + drafts):
+            assert self.state() == before
+            return
+        assert all(self.kv.pool.ref_counts[b] == 1 for b in seq.block_table[seq.num_computed_tokens // SIZE :])
+        prompt = len(seq.sample.prompt_ids)
+        had_prompt = seq.num_computed_tokens >= prompt - 1
+        content = self.model.extend(r.content, self.kv.fingerprint, seq.token_ids[len(r.content) : stop])
+        rejected = self.model.extend(content, "draft", [1] * drafts)
+        self.cache.write(self.kv.slots(seq, len(r.content), stop + drafts), rejected[len(r.content) :])
+        r.content = content
+        seq.num_computed_tokens = stop
+        if not had_prompt and stop >= prompt - 1:
+            self.kv.commit_prompt(seq)
+        elif data.draw(st.booleans(), label="commit"):
+            self.kv.commit(seq)
+
+    @precondition(lambda self: any(not r.seq.num_uncomputed_tokens for r in self.running))
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Tokens were sampled (several: accepted drafts)."""
+        r = self.pick(data, [r for r in self.running if not r.seq.num_uncomputed_tokens])
+        r.seq.token_ids += tokens[: MOST_TOKENS - r.seq.num_tokens]
+        self.note(r)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def save(self, data: st.DataObject) -> None:
+        r = self.pick(data, self.running)
+        before = self.state()
+        r.snapshot, r.saved = self.kv.save(r.seq), r.content
+        assert self.state() == before
+        assert (r.snapshot is None) == (not r.content)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), save=st.booleans())
+    def preempt(self, data: st.DataObject, save: bool) -> None:
+        r = self.pick(data, self.running)
+        if save:
+            r.snapshot, r.saved = self.kv.save(r.seq), r.content
+        self.release(r)
+        self.waiting.append(r)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.release(self.pick(data, self.running))
+
+    def release(self, r: Record) -> None:
+        self.kv.release(r.seq)
+        assert r.seq.block_table == []
+        assert r.seq.num_computed_tokens == 0
+        r.content = ()
+        self.running.remove(r)
+
+    @rule(fingerprint=st.sampled_from(FINGERPRINTS), keep=st.booleans())
+    def update_weights(self, fingerprint: Fingerprint, keep: bool) -> None:
+        self.kv.set_fingerprint(fingerprint)
+        assert not self.kv.pool._block_of
+        if not keep:
+            for r in list(self.running):
+                self.release(r)
+                self.waiting.append(r)
+
+    @rule()
+    def forget(self) -> None:
+        self.kv.pool.forget_all()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        for r in list(self.running):
+            self.release(r)
+        assert self.kv.pool.num_free == NUM_BLOCKS
+        self.kv.check_integrity([])
+
+
+TestManagerAgainstAModel = ManagerMachine.TestCase
+TestManagerAgainstAModel.settings = settings(
+    max_examples=120, stateful_step_count=50, deadline=None, derandomize=True, database=None
+)
