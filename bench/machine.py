@@ -40,11 +40,8 @@ def describe() -> dict[str, Any]:
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        fields = dict(
-            part
-            for line in info.read_text().splitlines()
-            if len(part := tuple(map(str.strip, line.split(":", 1)))) == 2
-        )
+        pairs = (line.partition(":") for line in info.read_text().splitlines())
+        fields = {name.strip(): value.strip() for name, _, value in pairs}
         if "model name" in fields:
             return f"{fields['model name']} (family {fields.get('cpu family')}, model {fields.get('model')})"
     return platform.processor() or platform.machine()

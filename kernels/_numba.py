@@ -8,7 +8,7 @@ whichever thread ran it. That is the whole basis of exact numerics in the ops th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -20,13 +20,17 @@ LANES = 16
 
 
 def jit(parallel: bool = False) -> Callable[[F], F]:
-    decorator: Callable[[F], F] = numba.njit(
-        cache=True, nogil=True, parallel=parallel, error_model="numpy", fastmath={"contract"}
-    )
+    """Compiled on first call and cached on disk. Numba's cache does not see changes in *other* files: after editing
+    this one, touch the kernels that use it."""
+    options: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
+    decorator: Callable[[F], F] = numba.njit(parallel=parallel, **options)
     return decorator
 
 
-inline: Callable[[F], F] = numba.njit(inline="always")
+def inline(function: F) -> F:
+    """For helpers that must dissolve into the caller's loop, or it is not vectorised."""
+    compiled: Any = numba.njit(inline="always")(function)
+    return cast(F, compiled)
 
 
 @inline

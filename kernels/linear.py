@@ -53,10 +53,13 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: [T, in] contiguous; residual: [T, out] added to the result -> [T, out]."""
+        y: torch.Tensor
         if self.backend == "onednn":
             if residual is not None:
-                return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
-            return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
+                y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
+            else:
+                y = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
+            return y
         if self.backend == "aten":
             y = F.linear(x, self.packed, self.bias)
         else:
@@ -69,7 +72,8 @@ def onednn_available() -> bool:
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    return packed
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

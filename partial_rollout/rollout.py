@@ -49,8 +49,8 @@ class Rollout:
     def submit(self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None) -> list[Group]:
         """prompts: token ids (params.n samples each), or groups made by the caller. Any number, any time.
 
-        ValueError if the engine cannot run a sample (empty or too long a prompt, unknown token ids, ...) or a group id was
-        used before; then none of them is taken.
+        ValueError if the engine cannot run a sample (empty or too long a prompt, unknown token ids, ...) or a group id
+        was used before; then none of them is taken.
         """
         groups = []
         for number, prompt in enumerate(prompts, start=self._submitted):

@@ -33,6 +33,10 @@ NUM_BLOCKS, MOST_TOKENS, MOST_RUNNING = 10, 16, 5
 FINGERPRINTS = [Fingerprint(name) for name in "ABC"]
 CHANNELS = np.arange(LAYERS * 2 * HEADS * DIM, dtype=np.float32).reshape(LAYERS, 2, HEADS, DIM)
 
+SAMPLED = st.lists(st.integers(0, 1), min_size=1, max_size=4)
+CHUNK = st.sampled_from([1, 3, MOST_TOKENS, MOST_TOKENS])
+DRAFTS = st.sampled_from([0, 0, 0, 1, 3])
+
 Content = tuple[int, ...]
 """The numbers of a sequence's computed positions."""
 
@@ -104,6 +108,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.waiting: list[Record] = []
         self.seen: set[tuple[int, ...]] = set()
         self.count = 0
+        self.work = 0
 
     # ---- what must hold
 
@@ -153,14 +158,15 @@ class ManagerMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject, records: list[Record]) -> Record:
         return records[data.draw(st.integers(0, len(records) - 1))]
 
-    @precondition(lambda self: len(self.waiting) < 4)
-    @rule(length=st.integers(1, 11), flip=st.none() | st.integers(0, 10))
-    def arrive(self, length: int, flip: int | None) -> None:
-        """A prompt of the family: zeros, perhaps with a one somewhere."""
-        prompt = tuple(int(i == flip) for i in range(length))
+    @precondition(lambda self: len(self.waiting) + len(self.running) < 8)
+    @rule(length=st.integers(4, 11), flip=st.sampled_from([None, None, None, 2, 5, 7]), sibling=st.booleans())
+    def arrive(self, length: int, flip: int | None, sibling: bool) -> None:
+        """A prompt of the family, zeros and perhaps a one, or the prompt of the sequence that came last."""
+        if not sibling or not self.count:
+            self.prompt = tuple(int(i == flip) for i in range(length))
         self.count += 1
         sample = Sample(
-            id=f"s{self.count}", group_id="g", index=0, prompt_ids=prompt, params=SamplingParams(), seed=self.count
+            id=f"s{self.count}", group_id="g", index=0, prompt_ids=self.prompt, params=SamplingParams(), seed=self.count
         )
         self.waiting.append(Record(Sequence(sample, self.count)))
         self.note(self.waiting[-1])
@@ -194,16 +200,22 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert r.content == self.pure(r.seq.token_ids[: len(r.content)])
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), most=st.integers(1, MOST_TOKENS), drafts=st.sampled_from([0, 0, 0, 1, 3]))
-    def step(self, data: st.DataObject, most: int, drafts: int) -> None:
-        """One forward pass of one sequence: a chunk, or the last token with drafts behind it, all of them rejected."""
-        r = self.pick(data, self.running)
+    @rule(data=st.data(), seqs=st.integers(1, 4))
+    def step(self, data: st.DataObject, seqs: int) -> None:
+        """Some of the running sequences get one forward pass each."""
+        self.work += 1
+        for _ in range(seqs):
+            r = self.pick(data, self.running)
+            if not r.seq.num_uncomputed_tokens:  # tokens were sampled (several: accepted drafts)
+                r.seq.token_ids += data.draw(SAMPLED)[: MOST_TOKENS - r.seq.num_tokens]
+                self.note(r)
+            stop = min(r.seq.num_computed_tokens + data.draw(CHUNK), r.seq.num_tokens)
+            drafts = data.draw(DRAFTS) if stop == r.seq.num_tokens else 0
+            self.forward(r, stop, drafts, commit=data.draw(st.booleans()))
+
+    def forward(self, r: Record, stop: int, drafts: int, commit: bool) -> None:
+        """Computes up to `stop`, and writes drafts behind it, which are rejected."""
         seq = r.seq
-        stop = min(seq.num_computed_tokens + most, seq.num_tokens)
-        if stop < seq.num_tokens:
-            drafts = 0
-        if stop == seq.num_computed_tokens and not drafts:
-            return
         before = self.state()
         if not self.kv.reserve(seq, stop + drafts):
             assert self.state() == before
@@ -218,36 +230,25 @@ class ManagerMachine(RuleBasedStateMachine):
         seq.num_computed_tokens = stop
         if not had_prompt and stop >= prompt - 1:
             self.kv.commit_prompt(seq)
-        elif data.draw(st.booleans(), label="commit"):
+        elif commit:
             self.kv.commit(seq)
+        self.every_sequence_reads_its_own_content()
 
-    @precondition(lambda self: any(not r.seq.num_uncomputed_tokens for r in self.running))
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
-    def append(self, data: st.DataObject, tokens: list[int]) -> None:
-        """Tokens were sampled (several: accepted drafts)."""
-        r = self.pick(data, [r for r in self.running if not r.seq.num_uncomputed_tokens])
-        r.seq.token_ids += tokens[: MOST_TOKENS - r.seq.num_tokens]
-        self.note(r)
+    # What destroys has to wait for some work to destroy, or random schedules would do little else.
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def save(self, data: st.DataObject) -> None:
-        r = self.pick(data, self.running)
-        before = self.state()
-        r.snapshot, r.saved = self.kv.save(r.seq), r.content
-        assert self.state() == before
-        assert (r.snapshot is None) == (not r.content)
-
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.running and self.work >= 1)
     @rule(data=st.data(), save=st.booleans())
     def preempt(self, data: st.DataObject, save: bool) -> None:
         r = self.pick(data, self.running)
         if save:
+            before = self.state()
             r.snapshot, r.saved = self.kv.save(r.seq), r.content
+            assert self.state() == before
+            assert (r.snapshot is None) == (not r.content)
         self.release(r)
         self.waiting.append(r)
 
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.running and self.work >= 1)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         self.release(self.pick(data, self.running))
@@ -258,9 +259,12 @@ class ManagerMachine(RuleBasedStateMachine):
         assert r.seq.num_computed_tokens == 0
         r.content = ()
         self.running.remove(r)
+        self.work -= 1
 
+    @precondition(lambda self: self.work >= 3)
     @rule(fingerprint=st.sampled_from(FINGERPRINTS), keep=st.booleans())
     def update_weights(self, fingerprint: Fingerprint, keep: bool) -> None:
+        self.work = 0
         self.kv.set_fingerprint(fingerprint)
         assert not self.kv.pool._block_of
         if not keep:
@@ -268,8 +272,10 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.release(r)
                 self.waiting.append(r)
 
+    @precondition(lambda self: self.work >= 3)
     @rule()
     def forget(self) -> None:
+        self.work = 0
         self.kv.pool.forget_all()
 
     def teardown(self) -> None:

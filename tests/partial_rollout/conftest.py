@@ -1,4 +1,4 @@
-"""Tiny random models, engines on them, and the one comparison that matters: tokens and log-probabilities, bit for bit."""
+"""Tiny random models, engines on them, and the one comparison that matters: tokens and logprobs, bit for bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def qwen3() -> Qwen3ForCausalLM:
 
 @pytest.fixture(scope="session")
 def letters() -> PreTrainedTokenizerFast:
-    """A real tokenizer in which token 3 + i is the i-th letter of a repeated alphabet, so that texts are easy to plan."""
+    """A real tokenizer in which every token is one character, so that texts are easy to plan."""
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2}
     vocab |= {chr(0x4E00 + i): 3 + i for i in range(VOCAB - 3)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))

@@ -58,20 +58,21 @@ def test_sampling_field(field: str, value: object) -> None:
 def test_model_directory(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model: .* is not a model directory.*longtail model smollm2-135m"):
         NativeEngine(tmp_path)
-    with pytest.raises(ValueError, match="model: .*no-such-model"):
+    with pytest.raises(ValueError, match=r"model: .*no-such-model"):
         NativeEngine("/no-such-model")
 
 
 def test_unknown_and_impossible_settings(make_engine: EngineMaker) -> None:
-    with pytest.raises(ValueError, match="NativeConfig has no field max_seqs; the fields are: .*max_num_seqs"):
+    with pytest.raises(ValueError, match=r"NativeConfig has no field max_seqs; the fields are: .*max_num_seqs"):
         make_engine(max_seqs=3)
-    for settings, message in [
+    cases: list[tuple[dict, str]] = [
         ({"numerics": "exactly"}, "numerics must be one of exact, fast"),
         ({"block_size": 20}, "block_size must be a multiple of 16"),
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens 4 is below max_num_seqs 8"),
         ({"kv_cache_bytes": 10_000}, "raise kv_cache_bytes or lower max_model_len"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
-    ]:
+    ]
+    for settings, message in cases:
         with pytest.raises(ValueError, match=message):
             make_engine(**settings)
 
@@ -120,7 +121,7 @@ def test_models_it_cannot_run_are_refused() -> None:
             check_supported(config)
 
 
-OTHERS = {
+OTHERS: dict[str, tuple[type, dict]] = {
     "gemma": (GemmaConfig, SIZES),  # scaled embeddings, norm with 1 + weight
     "cohere": (CohereConfig, SIZES),  # parallel attention and MLP, interleaved rotary, LayerNorm
     "gpt2": (GPT2Config, {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),

@@ -9,7 +9,8 @@ import torch
 from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, group, make_model, prompt, run
 from transformers import PreTrainedTokenizerFast
 
-from longtail import NativeEngine, Sample
+from longtail import NativeEngine, PolicyVersion, Sample
+from longtail.partial_rollout.engines.native.batch import ForwardBatch
 from longtail.sample import KVSource
 
 
@@ -138,7 +139,7 @@ def test_tokens_after_an_update_are_those_of_the_new_weights(make_engine: Engine
     fresh = make_engine(make_model("llama", seed=1))
     again = group("a", prompt(9), max_tokens=20).samples[0]
     for token, logprob in zip(sample.output_ids[:8], sample.logprobs[:8], strict=True):
-        again.append(token, logprob, 0, "native", "computed")
+        again.append(token, logprob, PolicyVersion(0), "native", "computed")
     again.status = "paused"
     run(fresh, [again])
     assert_same(again, sample)
@@ -194,12 +195,17 @@ def test_update_during_a_step_does_not_relabel_tokens(make_engine: EngineMaker) 
     run(engine, [sample], until=5)
     before = generate(make_engine(), group("a", prompt(9), max_tokens=20))[0]
     in_forward, forward = threading.Event(), engine.decoder.forward
-    updated = threading.Thread(target=lambda: (in_forward.wait(), engine.update_weights(other_weights(), 1)))
 
-    def slow_forward(*args: object) -> torch.Tensor:
+    def update() -> None:
+        in_forward.wait()
+        engine.update_weights(other_weights(), 1)
+
+    updated = threading.Thread(target=update)
+
+    def slow_forward(batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         in_forward.set()
         updated.join(timeout=0.3)  # the update has every chance to come in between
-        return forward(*args)  # type: ignore[arg-type]
+        return forward(batch, kv)
 
     engine.decoder.forward = slow_forward  # type: ignore[method-assign]
     updated.start()

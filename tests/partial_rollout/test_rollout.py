@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, group, make_model, prompt
 
 from longtail import Event, Group, Rollout, SampleStore, SamplingParams, Sync, TokenBudget
 from longtail.partial_rollout.repetition import RepetitionDetector
-from longtail.partial_rollout.strategies import RolloutState
+from longtail.partial_rollout.strategies import RolloutState, Strategy
 from longtail.sample import Sample
 
 LENGTHS = [3, 40, 8, 25, 12, 60]
@@ -27,7 +29,7 @@ def collect_all(rollout: Rollout, batches: list[list[Group]]) -> list[list[str]]
     return handed
 
 
-STRATEGIES = {
+STRATEGIES: dict[str, Strategy] = {
     "sync": Sync(),
     "budget-of-iteration": TokenBudget(50),
     "tiny-budget": TokenBudget(1),
@@ -42,7 +44,7 @@ def test_every_regime_makes_the_same_samples(make_engine: EngineMaker, name: str
     rollout = Rollout(make_engine(max_num_seqs=4), strategy=STRATEGIES[name], snapshots=snapshots)
     submitted = groups()
     handed = collect_all(rollout, [submitted[:3], submitted[3:]])
-    assert sorted(sum(handed, [])) == sorted(g.id for g in submitted)  # each exactly once
+    assert sorted(itertools.chain(*handed)) == sorted(g.id for g in submitted)  # each exactly once
     for g in submitted:
         assert g.is_complete
         for sample in g.samples:
@@ -80,14 +82,15 @@ def test_token_budget_by_hand(make_engine: EngineMaker) -> None:
 
 
 def test_unfinished_samples_go_first(make_engine: EngineMaker) -> None:
-    rollout = Rollout(make_engine(max_num_seqs=2), strategy=TokenBudget(4))
+    engine = make_engine(max_num_seqs=2)
+    rollout = Rollout(engine, strategy=TokenBudget(4))
     rollout.submit(groups(1, 1))
     rollout.collect()
     rollout.submit(groups(3, 1))
-    admitted: list[str] = []
-    rollout.engine.listener = lambda e: admitted.append(e.sample) if e.kind == "admit" else None  # type: ignore
+    events: list[Event] = []
+    engine.listener = events.append
     rollout.collect()
-    assert admitted == ["g1/0", "g1/1"]
+    assert [e.sample for e in events if e.kind == "admit"] == ["g1/0", "g1/1"]
 
 
 def test_sample_budget_bounds_each_iteration(make_engine: EngineMaker) -> None:

@@ -62,7 +62,7 @@ class NativeEngine:
         self.now = clock
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-            numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))
+            numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
         loaded, self._source = loader.load_model(model)
         self._tokenizer = tokenizer
         weights = {k: p.detach() for k, p in loaded.named_parameters()}
