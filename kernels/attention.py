@@ -22,6 +22,9 @@ from longtail.kernels._numba import LANES, exp_nonpositive, jit
 ROWS = 4
 """Query rows of a tile."""
 
+PARALLEL_FROM = 4096
+"""KV positions x KV heads from which waking other threads pays (about 0.1 ms of work)."""
+
 
 @dataclasses.dataclass(slots=True)
 class AttentionBatch:
@@ -33,6 +36,8 @@ class AttentionBatch:
     """int32 [T]: KV positions that each row may see (its own position + 1)."""
     block_tables: torch.Tensor
     """int32 [sequences, most blocks]; unused entries are -1."""
+    num_context_tokens: int
+    """KV positions read, over all rows."""
     tiles: np.ndarray
     """int32 [tiles, 1 + ROWS]: sequence, then the row of each tile lane, as token * group + head in group."""
 
@@ -52,7 +57,7 @@ class AttentionBatch:
         for i, table in enumerate(block_tables):
             tables[i, : len(table)] = table
         tiles = _build_tiles(cu, np.asarray(context_lens, np.int32), group)
-        return cls(torch.from_numpy(cu), torch.from_numpy(per_row), torch.from_numpy(tables), tiles)
+        return cls(torch.from_numpy(cu), torch.from_numpy(per_row), torch.from_numpy(tables), int(per_row.sum()), tiles)
 
 
 def _build_tiles(cu: np.ndarray, context_lens: np.ndarray, group: int) -> np.ndarray:
@@ -99,7 +104,8 @@ def paged_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if rows < q.shape[0]:
         out[rows:].zero_()
-    _kernel(dim, block_size)(
+    parallel = batch.num_context_tokens * kv.shape[3] >= PARALLEL_FROM
+    _kernel(dim, block_size, parallel)(
         q.contiguous().numpy(),
         kv.numpy(),
         layer,
@@ -113,12 +119,13 @@ def paged_attention(
 
 
 @functools.cache
-def _kernel(dim: int, block_size: int) -> Callable[..., None]:
+def _kernel(dim: int, block_size: int, parallel: bool) -> Callable[..., None]:
     """The kernel for one head size and block size; both are constants to the compiler."""
     D, C, R = dim, block_size, ROWS
 
-    @jit(parallel=True)
+    @jit(parallel=parallel)
     def attention(q: Any, kv: Any, layer: Any, tables: Any, contexts: Any, tiles: Any, scale: Any, out: Any) -> None:
+        _variant = parallel  # in the closure only because numba's disk cache tells functions apart by their closures
         kv_heads = kv.shape[3]
         group = q.shape[1] // kv_heads
         for item in prange(tiles.shape[0] * kv_heads):

@@ -92,7 +92,7 @@ class Cache:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    @initialize(prefix_caching=st.sampled_from([True, True, True, False]))
+    @initialize(prefix_caching=st.sampled_from([True] * 7 + [False]))
     def start(self, prefix_caching: bool) -> None:
         self.kv = KVManager(
             NUM_BLOCKS,
@@ -289,5 +289,5 @@ class ManagerMachine(RuleBasedStateMachine):
 
 TestManagerAgainstAModel = ManagerMachine.TestCase
 TestManagerAgainstAModel.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, derandomize=True, database=None
+    max_examples=250, stateful_step_count=50, deadline=None, derandomize=True, database=None
 )
