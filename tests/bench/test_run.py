@@ -1,0 +1,89 @@
+"""`longtail bench` end to end: the real small model, real tasks, two regimes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from longtail.bench.cli import app
+from longtail.bench.run import BUDGET_SHARE, BenchConfig
+from longtail.bench.trace import read_trace
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("iterations", 0, "iterations must be at least 1"),
+        ("group_size", 0, "group_size must be at least 1"),
+        ("slots", -1, "slots must be at least 1"),
+        ("token_budget", 0, "token_budget must be at least 1"),
+        ("strategies", ("sync", "fifo"), "strategies: fifo; choose from sync, token-budget"),
+        ("strategies", (), "strategies: none given"),
+        ("strategies", ("sync", "sync"), "names one twice"),
+        ("temperature", float("nan"), "temperature"),
+        ("max_tokens", 0, "max_tokens"),
+    ],
+)
+def test_bench_config_names_the_field(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BenchConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_seeds_differ_between_prompts_and_runs() -> None:
+    seeds = {BenchConfig(seed=s).params(p).seed for s in range(3) for p in range(20)}
+    assert len(seeds) == 60
+
+
+@pytest.mark.slow
+def test_bench_command(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = "bench --iterations 2 --prompts 2 --group-size 2 --slots 4 --max-tokens 24 --json --out".split()
+    result = CliRunner().invoke(app, [*arguments, str(out)])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout.splitlines()[-1])
+    assert printed == json.loads((out / "summary.json").read_text())
+    assert printed["identical_tokens"] is True
+    assert printed["config"]["max_tokens"] == 24 and printed["machine"]["torch"]
+
+    runs = printed["runs"]
+    assert list(runs) == ["sync", "token-budget"]
+    for run in runs.values():
+        assert run["complete"] and run["samples_trained"] == 8 and run["tokens_pending"] == 0
+        assert run["tokens_generated"] == run["tokens_trained"] <= 8 * 24
+        parts = [v for k, v in run["breakdown"].items() if k not in ("wall", "generate")]
+        assert sum(parts) == pytest.approx(run["wall_seconds"])
+    assert runs["sync"]["tokens_trained"] == runs["token-budget"]["tokens_trained"]
+
+    trace = read_trace(out / "trace.parquet")
+    assert set(trace["run"]) == {"sync", "token-budget"}
+    for name, events in trace.groupby("run"):
+        steps = events[events["kind"] == "step"]
+        assert steps["num_output_tokens"].sum() == runs[name]["tokens_generated"]
+        assert (events["kind"] == "hand_over").sum() == 4  # every group exactly once
+        assert (steps["model_seconds"] + steps["sample_seconds"] <= steps["duration"]).all()
+    start = trace[(trace["run"] == "token-budget") & (trace["kind"] == "run_start")].iloc[0]
+    per_iteration = runs["sync"]["tokens_trained"] / 2
+    assert json.loads(start["detail"])["token_budget"] == round(BUDGET_SHARE * per_iteration)
+
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") + page.count("data:image/png") >= 4
+    assert "token-budget" in page and "src=http" not in page and "href=http" not in page
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    import os
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-c", "from longtail.bench.cli import main; main()"]
+    for arguments, message in [
+        (["bench", "--strategies", "fifo"], "strategies: fifo"),
+        (["bench", "--model", str(tmp_path)], "model"),
+        (["model", "no-such-model"], "model"),
+    ]:
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=os.environ, check=False)
+        assert done.returncode == 2
+        assert message in done.stderr and "Traceback" not in done.stderr
