@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,9 @@ console = Console(stderr=True)
 def main() -> None:
     """Errors that the user can mend are one line, not a traceback."""
     quiet_threads()
+    # transformers' bars for loading and its advice on configs are noise beside our own progress.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from longtail.errors import LongtailError
 
     try:

@@ -4,8 +4,7 @@ Contestants are the native engine (one per numerics), `generate`, and `transform
 float32, same threads, same prompts, temperature 0.7, EOS ignored, same number of new tokens. Every one stamps each
 token when it is there, so all rates come from one rule:
 
-    start            all have their first token                    last token
-      |<------- prefill ------->|<------------- decode ------------->|
+    start |<-- prefill -->| all have their first token |<-- decode -->| last token
 
 Every contestant may take all prompts of a batch in one forward pass; the decode part is then pure decoding of the full
 batch. Within a repeat they run one after the other, in an order that rotates from repeat to repeat, and a ratio is
@@ -46,7 +45,7 @@ KV_CACHE_BYTES = 1 << 30
 
 
 class BenchFailed(LongtailError):
-    """A contestant did not do the work that was to be timed; its speed would mean nothing."""
+    """A contestant did not do the work that was to be timed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +69,14 @@ class EngineBenchConfig:
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "decode_tokens", "repeats", "threads", "prefill_tokens", "snapshot_tokens"):
-            low = 2 if name == "decode_tokens" else 1
-            if getattr(self, name) < low:
+            if getattr(self, name) < (low := 2 if name == "decode_tokens" else 1):
                 raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
         if not self.batches or min(self.batches) < 1:
             raise ValueError(f"batches must be one or more positive numbers, not {self.batches}")
         for name, known in (("peers", PEERS), ("numerics", NUMERICS)):
             chosen = getattr(self, name)
-            if set(chosen) - set(known) or len(set(chosen)) < len(chosen):
+            if set(chosen) - set(known) or len(set(chosen)) < len(chosen) or not (chosen or name == "peers"):
                 raise ValueError(f"{name} must be some of {', '.join(known)}, each once, not {', '.join(chosen)}")
-        if not self.numerics:
-            raise ValueError("numerics must be one or both of exact, fast")
 
     @property
     def longest(self) -> int:
@@ -91,9 +87,6 @@ class EngineBenchConfig:
     def prompt_budget(self) -> int:
         """Tokens of a forward pass that takes every prompt at once."""
         return max(max(self.batches) * self.prompt_tokens, self.prefill_tokens)
-
-
-# ---- what a run says
 
 
 @dataclasses.dataclass(slots=True)
@@ -139,17 +132,12 @@ def step_shares(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
 
 
 def check_run(name: str, run: Run, batch: int, new_tokens: int) -> None:
-    """A speed is worth nothing if the work was not done."""
     counts = [len(times) for times in run.stamps]
     if counts != [new_tokens] * batch:
         raise BenchFailed(f"{name} was to make {new_tokens} tokens for each of {batch} prompts and made {counts}")
 
 
-# ---- contestants
-
-
-Contestant = Callable[[list[list[int]], int], Run]
-"""Prompts and how many new tokens each is to get."""
+Contestant = Callable[[list[list[int]], int], Run]  # prompts, and how many new tokens each is to get
 
 
 def run_native(engine: NativeEngine, prompts: list[list[int]], new_tokens: int) -> Run:
@@ -207,8 +195,8 @@ def run_continuous(manager: Any, prompts: list[list[int]], new_tokens: int) -> R
 
 @contextlib.contextmanager
 def continuous_batching(model: Any, config: EngineBenchConfig) -> Iterator[Any]:
-    """A running manager. On a CPU it offers the attentions "sdpa" and "paged|eager", both of them masked attention of
-    every query to the KV of all sequences. Measured, they decode equally fast, and sdpa prefills faster."""
+    """A running manager. On a CPU it has the attentions "sdpa" and "paged|eager", both masked attention of every query
+    to the KV of all sequences. Measured, they decode about equally fast, and sdpa prefills faster."""
     import torch
     from transformers import ContinuousBatchingConfig
 
@@ -222,7 +210,7 @@ def continuous_batching(model: Any, config: EngineBenchConfig) -> Iterator[Any]:
     sampling = copy.deepcopy(model.generation_config)
     sampling.eos_token_id = -1  # no EOS, in the words of this API
     with torch.inference_mode():  # the manager's thread runs in the mode of the one that starts it
-        manager = model.init_continuous_batching(generation_config=sampling, continuous_batching_config=settings)
+        manager = model.init_continuous_batching(sampling, settings)
         manager.start()
     try:
         yield manager
@@ -249,14 +237,9 @@ def load_model(config: EngineBenchConfig) -> Any:
 def native_engine(config: EngineBenchConfig, model: Any, numerics: str, **settings: Any) -> NativeEngine:
     from longtail.partial_rollout.engines.native.engine import NativeEngine
 
-    most = max(config.batches)
-    sizes = {"max_num_seqs": most, "max_num_batched_tokens": config.prompt_budget, "max_model_len": config.longest}
-    return NativeEngine(
-        model, numerics=numerics, threads=config.threads, kv_cache_bytes=KV_CACHE_BYTES, **sizes, **settings
-    )
-
-
-# ---- measurements
+    settings |= {"threads": config.threads, "max_num_seqs": max(config.batches), "kv_cache_bytes": KV_CACHE_BYTES}
+    settings |= {"max_num_batched_tokens": config.prompt_budget, "max_model_len": config.longest}
+    return NativeEngine(model, numerics=numerics, **settings)
 
 
 def run(config: EngineBenchConfig, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -271,8 +254,7 @@ def run(config: EngineBenchConfig, progress: Callable[[str], None]) -> dict[str,
     for numerics in config.numerics:
         progress(f"snapshot, {numerics}")
         rows.append(snapshot_row(config, model, numerics))
-    settings = dataclasses.asdict(config) | {"model": str(config.model), "temperature": TEMPERATURE}
-    machine = describe()
+    machine, settings = describe(), dataclasses.asdict(config) | {"model": str(config.model)}
     versions = {name: machine[name] for name in ("torch", "transformers", "longtail", "numba")}
     return {"settings": settings, "machine": machine, "versions": versions, "rows": rows}
 
@@ -365,11 +347,11 @@ def pause_and_resume(engine: NativeEngine, sample: Sample, snapshot: bool) -> di
     total = time.perf_counter() - start
     if not snapshot:
         return {"recompute": total}
-    times = {event.kind: event for event in events}
-    if "restore" not in times or times["restore"].num_tokens < len(sample.prompt_ids):
+    last = {event.kind: event for event in events}
+    if "restore" not in last or last["restore"].num_tokens < len(sample.prompt_ids):
         raise BenchFailed("the native engine computed KV again that it should have restored from the snapshot")
-    step = times["step"].model_seconds + times["step"].sample_seconds
-    return {"save": times["save"].duration, "restore": times["restore"].duration, "step": step, "resume": total}
+    step = last["step"].model_seconds + last["step"].sample_seconds
+    return {"save": last["save"].duration, "restore": last["restore"].duration, "step": step, "resume": total}
 
 
 def next_token(engine: NativeEngine, sample: Sample) -> None:
@@ -382,38 +364,37 @@ def random_prompts(model: Any, count: int, length: int, seed: int) -> list[list[
     """New ones for every seed: seeds are never used twice, so that no prefix cache helps."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    vocab = model.config.get_text_config().vocab_size
-    return torch.randint(vocab, (count, length), generator=generator).tolist()
-
-
-# ---- the report
+    shape, generator = (count, length), torch.Generator().manual_seed(seed % 2**63)
+    return torch.randint(model.config.get_text_config().vocab_size, shape, generator=generator).tolist()
 
 
 def table(result: dict[str, Any]) -> Table:
-    """p50 (p20-p80) over the repeats. Snapshot: save, restore and the decode step are parts of resume."""
+    """Medians over the repeats (spreads are in the JSON). Snapshot: save, restore and the decode step are parts of
+    resume."""
     from rich.table import Table
 
     peers, about = result["settings"]["peers"], result["machine"]
-    out = Table(title=f"{result['settings']['model']}, float32, {about['threads']} threads, {about['cpu']}")
-    out.caption = "p50 (p20-p80); " + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    for header in ("measure", "contestant", "tokens/s", *(f"x {p}" for p in peers), "outside forward", "sampling"):
-        out.add_column(header, justify="left" if header in ("measure", "contestant") else "right")
+    out = Table(title="float32, medians; ratios pair by pair", title_justify="left")
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    out.caption = f"{about['cpu']}, {about['threads']} threads; {versions}"
+    for header in ("measure", "contestant", "tokens/s", *(f"x {p}" for p in peers), "outside forward"):
+        left = header in ("measure", "contestant")
+        out.add_column(header, justify="left" if left else "right", no_wrap=left)
     last = None
     for row in result["rows"]:
-        kind = f"{row['measure']}, " + (f"{row['tokens']} tokens" if "tokens" in row else f"batch {row['batch']}")
+        kind = f"{row['measure']} " + (f"{row['tokens']}" if "tokens" in row else f"B{row['batch']}")
         if kind != last:
             out.add_section()
-        cells = [_spread(row.get("tokens_per_second"), ".1f")]
-        cells += [_spread(row.get("ratios", {}).get(peer), ".2f") for peer in peers]
-        cells += [_spread(row.get(name), ".1%") for name in ("outside_forward", "sampling")]
+        cells = [_median(row.get("tokens_per_second"), ".0f")]
+        cells += [_median(row.get("ratios", {}).get(peer), ".2f") for peer in peers]
+        cells.append(_median(row.get("outside_forward"), ".1%"))
         out.add_row("" if kind == last else kind, row["contestant"], *cells)
         for name, values in row.get("milliseconds", {}).items():
-            share = f"{row['ratios'][name]['p50']:.1%} of recompute" if name in row["ratios"] else ""
-            out.add_row("", f"  {name}", f"{_spread(values, '.1f')} ms", share)
+            share = f"{row['ratios'][name]['p50']:.1%}" if name in row["ratios"] else ""
+            out.add_row("", f"  {name}", f"{_median(values, '.1f')} ms", share)
         last = kind
     return out
 
 
-def _spread(values: dict[str, float] | None, form: str) -> str:
-    return f"{values['p50']:{form}} ({values['p20']:{form}}-{values['p80']:{form}})" if values else ""
+def _median(values: dict[str, float] | None, form: str) -> str:
+    return f"{values['p50']:{form}}" if values else ""

@@ -295,7 +295,7 @@ def test_breakdown_adds_up_whatever_overlaps(spans: list[tuple[str, int, int, fl
     events = [start(2.0)]
     for index, (kind, time, duration, share) in enumerate(spans):
         shape = {"num_tokens": 4, "num_prefill_tokens": 1, "model_seconds": share * duration}
-        events.append(Event(kind, time, duration, sample=str(index), **shape))
+        events.append(Event(kind, time, duration, sample=str(index), **shape))  # type: ignore[arg-type]
     (row,) = analysis.breakdown(frame(r=[*events, Event("run_end", 18.0)])).to_dict("records")
     assert all(row[part] >= 0 for part in analysis.PARTS)
     assert math.fsum(row[part] for part in analysis.PARTS) == pytest.approx(16.0, abs=1e-9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -81,7 +82,7 @@ def test_a_run_with_other_tokens_than_asked_for_has_no_speed(stamps: list[list[f
         ("numerics", ("exact", "exact")),
     ],
 )
-def test_a_wrong_setting_is_named(field: str, value: object) -> None:
+def test_a_wrong_setting_is_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         EngineBenchConfig(model="x", **{field: value})
 

@@ -68,7 +68,7 @@ def test_pictures_are_inline_with_alt_texts_and_their_own_ids(page: str) -> None
     for picture in pictures:
         root = ElementTree.fromstring(picture)
         assert root.get("role") == "img" and len(root.get("aria-label") or "") > 40
-        own = [element.get("id") for element in root.iter() if element.get("id")]
+        own = [element.get("id", "") for element in root.iter() if element.get("id")]
         used = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', picture)
         assert {first or second for first, second in used} <= set(own)
         ids += own

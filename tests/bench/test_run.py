@@ -40,7 +40,8 @@ def test_seeds_differ_between_prompts_and_runs() -> None:
 @pytest.mark.slow
 def test_bench_command(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = "bench --iterations 2 --prompts 2 --group-size 2 --slots 4 --max-tokens 24 --json --out".split()
+    settings = {"iterations": 2, "prompts": 2, "group-size": 2, "slots": 4, "max-tokens": 24}
+    arguments = ["bench", "--json", *(f"--{name}={value}" for name, value in settings.items()), "--out"]
     result = CliRunner().invoke(app, [*arguments, str(out)])
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout.splitlines()[-1])

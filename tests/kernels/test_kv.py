@@ -98,9 +98,7 @@ def test_rope_store_kv_is_the_reference(heads: int, kv_heads: int, block: int, d
     qw, kw = (1 + randn(dim, seed=4) / 4, 1 + randn(dim, seed=5) / 4) if norm else (None, None)
     ours, theirs = make_kv(kv_heads, block, dim), make_kv(kv_heads, block, dim)
     q = rope_store_kv(qkv, cos, sin, positions, qw, kw, 1e-6, ours, 1, slots, block, heads, kv_heads)
-    expected = rope_store_kv_reference(
-        qkv, cos, sin, positions, qw, kw, 1e-6, theirs, 1, slots, block, heads, kv_heads
-    )
+    expected = rope_store_kv_reference(qkv, cos, sin, positions, qw, kw, 1e-6, theirs, 1, slots, block, heads, kv_heads)
     torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     written = torch.zeros(BLOCKS, block, dtype=torch.bool)

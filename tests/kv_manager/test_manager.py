@@ -1,106 +1,14 @@
-"""KVManager: prefixes found, copies made before writing, snapshots, and what an update of the weights leaves behind.
-
-Every test writes recognisable KV: the number at a position is a function of its own. Block size 16 throughout:
-
-    tokens  0 .. 15 | 16 .. 31 | 32 ..
-    block     [0]        [1]      [2]
-"""
+"""KVManager: prefixes found, copies made before writing, and what is left behind. What KV is written: see conftest."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
+from tests.kv_manager.conftest import PROMPT, SIZE, compute, make_kv, make_seq, numbers, read, start, state, write
 
-from longtail.errors import SnapshotMismatch
-from longtail.kernels.kv import store_kv
 from longtail.kv_manager.manager import KVManager, blocks_for
-from longtail.sample import Sample
-from longtail.sampling_params import SamplingParams
 from longtail.sequence import Sequence
-from longtail.version import Fingerprint
-
-LAYERS, HEADS, SIZE, DIM = 2, 2, 16, 4
-A, B = Fingerprint("A"), Fingerprint("B")
-
-
-def make_kv(num_blocks: int = 8, **fields: Any) -> KVManager:
-    known: dict[str, Any] = {"layers": LAYERS, "kv_heads": HEADS, "block_size": SIZE, "head_dim": DIM, "fingerprint": A}
-    return KVManager(num_blocks, **(known | fields))
-
-
-def make_seq(prompt: list[int], output: list[int] | None = None, name: str = "g/0") -> Sequence:
-    sample = Sample(id=name, group_id="g", index=0, prompt_ids=tuple(prompt), params=SamplingParams(), seed=0)
-    for token in output or []:
-        sample.append(token, -1.0, 0, "e", "computed")  # type: ignore[arg-type]
-    return Sequence(sample, 0)
-
-
-def write(kv: KVManager, seq: Sequence, start: int, stop: int, base: float = 0.0) -> None:
-    """Position p of every layer, head and channel becomes base + p (+ 0.5 in v)."""
-    slots = torch.tensor(kv.slots(seq, start, stop))
-    numbers = (base + torch.arange(start, stop).float())[:, None, None].expand(-1, HEADS, DIM)
-    for layer in range(LAYERS):
-        store_kv(numbers, numbers + 0.5, kv.kv, layer, slots, SIZE)
-
-
-def read(kv: KVManager, seq: Sequence, stop: int | None = None) -> list[float]:
-    """The numbers at positions 0 .. stop-1; every layer, head and channel must agree."""
-    found = []
-    for slot in kv.slots(seq, 0, seq.num_computed_tokens if stop is None else stop):
-        block, offset = divmod(slot, SIZE)
-        k = kv.kv[block, :, 0].view(LAYERS, HEADS, DIM, SIZE)[..., offset]
-        v = kv.kv[block, :, 1].view(LAYERS, HEADS, SIZE, DIM)[:, :, offset]
-        assert k.unique().numel() == 1
-        assert torch.equal(k + 0.5, v)
-        found.append(k.flatten()[0].item())
-    return found
-
-
-def compute(kv: KVManager, seq: Sequence, upto: int | None = None, base: float = 0.0) -> None:
-    """What the engine does: reserve, forward, advance, commit; the prompt when it is complete."""
-    stop = seq.num_tokens if upto is None else upto
-    prompt = len(seq.sample.prompt_ids)
-    assert kv.reserve(seq, stop)
-    had_prompt = seq.num_computed_tokens >= prompt - 1
-    write(kv, seq, seq.num_computed_tokens, stop, base)
-    seq.num_computed_tokens = stop
-    if not had_prompt and stop >= prompt - 1:
-        kv.commit_prompt(seq)
-    else:
-        kv.commit(seq)
-
-
-def start(kv: KVManager, seq: Sequence, upto: int | None = None, base: float = 0.0) -> Sequence:
-    kv.attach(seq)
-    compute(kv, seq, upto, base)
-    return seq
-
-
-def numbers(*spans: tuple[int, int, float]) -> list[float]:
-    return [base + p for first, last, base in spans for p in range(first, last)]
-
-
-def state(kv: KVManager, *seqs: Sequence) -> Any:
-    """Everything that an operation without effect must leave alone."""
-    pool = kv.pool
-    return (
-        list(pool.ref_counts),
-        list(pool._free_plain),
-        list(pool._free_cached),
-        dict(pool._block_of),
-        {block: dict(keys) for block, keys in pool._keys_of.items()},
-        [(list(seq.block_table), seq.num_computed_tokens) for seq in seqs],
-        {seq: list(hashes) for seq, hashes in kv._hashes.items()},
-        kv.kv.numpy().tobytes(),
-    )
-
-
-PROMPT = list(range(100, 140))  # 40 tokens: two full blocks and eight of the third
-
 
 # ---- attach
 
@@ -144,10 +52,10 @@ def test_without_commit_prompt_only_full_blocks_are_found() -> None:
     ("prompt", "found"),
     [
         (PROMPT, 39),  # the same prompt: all but the last token
-        (PROMPT[:39] + [7], 39),  # differs in the last token only, which is computed anyway
-        (PROMPT[:38] + [7, 8], 32),  # differs within the tail: full blocks only
+        ([*PROMPT[:39], 7], 39),  # differs in the last token only, which is computed anyway
+        ([*PROMPT[:38], 7, 8], 32),  # differs within the tail: full blocks only
         (PROMPT[:39], 32),  # a shorter prompt wants 38: the tail's key covers 39
-        (PROMPT + [7], 32),
+        ([*PROMPT, 7], 32),
         (PROMPT[:33], 32),  # two full blocks and the one token to compute
         (PROMPT[:32], 16),  # the second block holds the last known token
         (PROMPT[:17], 16),
@@ -295,8 +203,8 @@ def test_reserve_that_lacks_only_the_copy_changes_nothing() -> None:
 
 def test_a_block_found_by_its_tail_and_written_does_not_keep_the_promise_of_its_full_key() -> None:
     """Block 1 is freed with two keys: the prompt's tail (offsets 0-3) and, as the first sequence went on, the full
-    block. A sibling finds it by the tail, is its only holder, and writes another continuation from offset 4 on. The full
-    key must go: a third sequence with the first one's tokens would read the second one's KV."""
+    block. A sibling finds it by the tail, is its only holder, and writes another continuation from offset 4 on. The
+    full key must go: a third sequence with the first one's tokens would read the second one's KV."""
     kv = make_kv()
     prompt, ours, theirs = PROMPT[:21], [1] * 20, [2] * 20
     first = start(kv, make_seq(prompt), upto=21)
@@ -323,6 +231,34 @@ def test_a_block_found_by_its_tail_and_written_does_not_keep_the_promise_of_its_
     assert fifth.num_computed_tokens == 20  # and the tail still is what it was
     assert read(kv, fifth) == numbers((0, 20, 0))
     kv.check_integrity([second, third, fourth, fifth])
+
+
+def test_the_full_key_goes_also_when_only_the_last_token_of_the_block_is_written_anew() -> None:
+    """The tail covers offsets 0-14 of block 1, the full key one position more."""
+    kv = make_kv()
+    kv.release(start(kv, make_seq(PROMPT[:32])))
+    other = make_seq([*PROMPT[:31], 7], name="g/1")
+    kv.attach(other)
+    assert other.num_computed_tokens == 31
+    compute(kv, other, base=1000)
+    third = make_seq(PROMPT[:33], name="g/2")
+    kv.attach(third)
+    assert third.num_computed_tokens == 16
+    fourth = make_seq([*PROMPT[:31], 7, 8], name="g/3")
+    kv.attach(fourth)
+    assert read(kv, fourth) == numbers((0, 31, 0), (31, 32, 1000))
+
+
+def test_a_tail_key_goes_when_an_earlier_position_is_written_anew() -> None:
+    """A sequence falls back within a block that it holds alone (its caller lowers num_computed_tokens)."""
+    kv = make_kv()
+    seq = start(kv, make_seq(PROMPT))
+    seq.num_computed_tokens = 36
+    assert kv.reserve(seq, 40)
+    write(kv, seq, 36, 40, base=1000)
+    twin = make_seq(PROMPT, name="g/1")
+    kv.attach(twin)
+    assert twin.num_computed_tokens == 32
 
 
 def test_drafts_that_are_rejected_leave_no_trace_in_the_index() -> None:
@@ -365,258 +301,6 @@ def test_release_forgets_the_sequence() -> None:
     assert (seq.block_table, seq.num_computed_tokens) == ([], 0)
     kv.attach(seq)  # may come back
     assert seq.num_computed_tokens == 39
-
-
-# ---- snapshots
-
-
-@pytest.mark.parametrize("computed", [1, 15, 16, 17, 39, 40])
-def test_save_and_restore_give_identical_bytes(computed: int) -> None:
-    kv = make_kv(prefix_caching=False)
-    seq = start(kv, make_seq(PROMPT, [1]), upto=computed, base=300)
-    snapshot = kv.save(seq)
-    assert snapshot is not None
-    assert (snapshot.num_tokens, snapshot.sample_id, snapshot.fingerprint) == (computed, "g/0", A)
-    assert snapshot.layout == (LAYERS, HEADS, SIZE, DIM)
-    blocks = -(-computed // SIZE)
-    assert snapshot.data.shape == (blocks, LAYERS, 2, HEADS, SIZE * DIM)
-    assert snapshot.nbytes == blocks * kv.bytes_per_block == blocks * 2 * 2 * 2 * 64 * 4
-    before = kv.kv[seq.block_table].clone()
-    kv.release(seq)
-    other = start(kv, make_seq([9] * 20, name="h/0"), base=7000)  # somebody else writes there
-    kv.attach(seq)
-    assert kv.restore(seq, snapshot)
-    assert seq.num_computed_tokens == computed
-    assert torch.equal(kv.kv[seq.block_table], before)
-    assert read(kv, seq) == numbers((0, computed, 300))
-    assert read(kv, other) == numbers((0, 20, 7000))
-    kv.check_integrity([seq, other])
-
-
-def test_a_snapshot_is_a_copy() -> None:
-    kv = make_kv()
-    seq = start(kv, make_seq(PROMPT))
-    snapshot = kv.save(seq)
-    assert snapshot is not None
-    kv.kv.fill_(float("nan"))
-    assert snapshot.data.isfinite().all()
-
-
-def test_save_of_nothing_is_none() -> None:
-    kv = make_kv()
-    seq = make_seq(PROMPT)
-    kv.attach(seq)
-    assert kv.save(seq) is None
-
-
-def test_restore_onto_a_found_prefix_writes_only_the_rest() -> None:
-    """The prefix is shared with a running sibling, so it must not be written, not even with the same bytes."""
-    kv = make_kv()
-    sibling = start(kv, make_seq(PROMPT))
-    seq = start(kv, make_seq(PROMPT, [1] * 21, name="g/1"), upto=60)
-    snapshot = kv.save(seq)
-    assert snapshot is not None
-    kv.release(seq)
-    kv.pool.forget_all()  # nothing but what the sibling offers from here on
-    kv.release(sibling)
-    sibling = start(kv, make_seq(PROMPT), base=500)
-    kv.attach(seq)
-    assert (seq.num_computed_tokens, seq.block_table) == (32, sibling.block_table[:2])
-    assert kv.restore(seq, snapshot)
-    assert read(kv, seq) == numbers((0, 32, 500), (32, 60, 0))
-    assert read(kv, sibling) == numbers((0, 40, 500))
-    kv.check_integrity([sibling, seq])
-
-
-def test_restore_that_holds_no_more_than_was_found_does_nothing() -> None:
-    kv = make_kv()
-    seq = start(kv, make_seq(PROMPT), upto=20)
-    snapshot = kv.save(seq)
-    assert snapshot is not None
-    compute(kv, seq)
-    kv.release(seq)
-    kv.attach(seq)
-    before = state(kv, seq)
-    assert kv.restore(seq, snapshot)
-    assert state(kv, seq) == before
-    assert seq.num_computed_tokens == 39
-
-
-def test_restore_that_fails_changes_nothing() -> None:
-    kv = make_kv(3)
-    seq = start(kv, make_seq(PROMPT))
-    snapshot = kv.save(seq)
-    assert snapshot is not None
-    kv.release(seq)
-    other = start(kv, make_seq([9] * 17, name="h/0"))
-    kv.attach(seq)
-    before = state(kv, seq, other)
-    assert not kv.restore(seq, snapshot)
-    assert state(kv, seq, other) == before
-    kv.check_integrity([seq, other])
-
-
-def test_restored_blocks_are_offered_to_others() -> None:
-    kv = make_kv()
-    seq = start(kv, make_seq(PROMPT, [1] * 10), upto=49)
-    snapshot = kv.save(seq)
-    assert snapshot is not None
-    kv.release(seq)
-    kv.pool.forget_all()
-    kv.attach(seq)
-    assert seq.num_computed_tokens == 0
-    assert kv.restore(seq, snapshot)
-    twin = make_seq(PROMPT, [1] * 10, name="g/1")
-    kv.attach(twin)
-    assert twin.num_computed_tokens == 48
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: dataclasses.replace(s, sample_id="g/1"), "snapshot of sample g/1 offered to sample g/0"),
-        (lambda s: dataclasses.replace(s, layout=(LAYERS, HEADS, SIZE, 8)), "g/0 has layout .* the cache has"),
-        (lambda s: dataclasses.replace(s, layout=(LAYERS, HEADS, 32, DIM)), "g/0 has layout .* the cache has"),
-        (lambda s: dataclasses.replace(s, num_tokens=41), "g/0 covers other tokens"),
-        (lambda s: dataclasses.replace(s, num_tokens=38), "g/0 covers other tokens"),
-        (lambda s: dataclasses.replace(s, digest=b"?" * 16), "g/0 covers other tokens"),
-    ],
-)
-def test_a_foreign_snapshot_is_refused_and_changes_nothing(change: Callable[[Any], Any], message: str) -> None:
-    kv = make_kv()
-    seq = start(kv, make_seq(PROMPT), upto=39)
-    snapshot = kv.save(seq)
-    kv.release(seq)
-    kv.pool.forget_all()
-    kv.attach(seq)
-    before = state(kv, seq)
-    with pytest.raises(SnapshotMismatch, match=message):
-        kv.restore(seq, change(snapshot))
-    assert state(kv, seq) == before
-    assert kv.restore(seq, snapshot)  # type: ignore[arg-type]
-
-
-def test_a_snapshot_of_other_tokens_is_refused() -> None:
-    kv = make_kv()
-    seq = start(kv, make_seq(PROMPT), upto=39)
-    snapshot = kv.save(seq)
-    assert snapshot is not None
-    other = make_seq([*PROMPT[:5], 7, *PROMPT[6:]])  # the same id
-    kv.attach(other)
-    with pytest.raises(SnapshotMismatch, match="g/0 covers other tokens"):
-        kv.restore(other, snapshot)
-
-
-# ---- weights
-
-
-def test_new_weights_find_nothing_of_the_old() -> None:
-    kv = make_kv()
-    held, gone = start(kv, make_seq(PROMPT)), start(kv, make_seq([7] * 40, name="h/0"))
-    kv.release(gone)
-    kv.set_fingerprint(B)
-    for seq in (make_seq(PROMPT, name="g/1"), make_seq([7] * 40, name="h/1")):
-        kv.attach(seq)
-        assert (seq.num_computed_tokens, seq.block_table) == (0, [])
-    assert held.block_table == [0, 1, 2]  # held blocks stay with their holder
-    assert read(kv, held) == numbers((0, 40, 0))
-
-
-def test_new_weights_offer_their_own() -> None:
-    kv = make_kv()
-    kv.release(start(kv, make_seq(PROMPT)))
-    kv.set_fingerprint(B)
-    start(kv, make_seq(PROMPT), base=500)
-    second = make_seq(PROMPT, name="g/1")
-    kv.attach(second)
-    assert read(kv, second) == numbers((0, 39, 500))
-
-
-@pytest.mark.parametrize("returns_to", [[B], [B, A], [A], [B, B, A]])
-def test_kept_kv_of_older_weights_is_never_offered(returns_to: list[Fingerprint]) -> None:
-    """Not its old blocks, not those it completes later, not its prompt's tail; and not when the old weights return."""
-    kv = make_kv()
-    kept = start(kv, make_seq(PROMPT, [1] * 40), upto=20)
-    for fingerprint in returns_to:
-        kv.set_fingerprint(fingerprint)
-    compute(kv, kept, 40, base=1000)
-    compute(kv, kept, 79, base=1000)
-    twin = make_seq(PROMPT, [1] * 40, name="g/1")
-    kv.attach(twin)
-    assert twin.num_computed_tokens == 0
-    kv.release(kept)
-    assert not kv.pool._block_of
-    kv.check_integrity([twin])
-
-
-def test_a_snapshot_remembers_which_weights_made_it() -> None:
-    kv = make_kv()
-    seq = start(kv, make_seq(PROMPT), upto=20)
-    assert kv.save(seq).fingerprint == A  # type: ignore[union-attr]
-    kv.set_fingerprint(B)
-    mixed = kv.save(seq)
-    assert mixed is not None
-    assert mixed.fingerprint not in (A, B)
-    kv.release(seq)
-    kv.set_fingerprint(A)
-    kv.attach(seq)
-    assert kv.restore(seq, mixed)  # the caller's choice
-    compute(kv, seq)
-    twin = make_seq(PROMPT, name="g/1")
-    kv.attach(twin)
-    assert twin.num_computed_tokens == 0  # but nobody else gets it
-
-
-@pytest.mark.parametrize("last", [A, B])
-def test_an_older_snapshot_restored_onto_new_weights_is_not_offered(last: Fingerprint) -> None:
-    kv = make_kv()
-    seq = start(kv, make_seq(PROMPT, [1] * 20), upto=40)
-    snapshot = kv.save(seq)
-    assert snapshot is not None
-    kv.release(seq)
-    kv.set_fingerprint(B)
-    kv.attach(seq)
-    assert kv.restore(seq, snapshot)
-    compute(kv, seq)
-    kv.set_fingerprint(last)
-    compute_more = make_seq(PROMPT, [1] * 20, name="g/1")
-    kv.attach(compute_more)
-    assert compute_more.num_computed_tokens == 0
-
-
-def test_a_snapshot_of_returning_weights_is_offered_again() -> None:
-    """A snapshot is whole: where its fingerprint is the present one, its blocks are as good as computed ones."""
-    kv = make_kv()
-    seq = start(kv, make_seq(PROMPT), upto=39)
-    snapshot = kv.save(seq)
-    assert snapshot is not None
-    kv.release(seq)
-    kv.set_fingerprint(B)
-    kv.set_fingerprint(A)
-    kv.attach(seq)
-    assert seq.num_computed_tokens == 0
-    assert kv.restore(seq, snapshot)
-    twin = make_seq(PROMPT, name="g/1")
-    kv.attach(twin)
-    assert twin.num_computed_tokens == 32
-
-
-def test_old_weights_full_restore_does_not_spoil_a_tail_found_under_new_weights() -> None:
-    """The prompt's tail is found under weights B; a snapshot made under A that reaches further is then restored over
-    the same, partly filled block. The tail's key must not promise A's KV to the next sibling."""
-    kv = make_kv()
-    seq = start(kv, make_seq(PROMPT))  # all 40 computed
-    snapshot = kv.save(seq)
-    assert snapshot is not None
-    kv.release(seq)
-    kv.set_fingerprint(B)
-    kv.release(start(kv, make_seq(PROMPT, name="g/1"), base=500))
-    kv.attach(seq)
-    assert seq.num_computed_tokens == 39
-    assert kv.restore(seq, snapshot)
-    third = make_seq(PROMPT, name="g/2")
-    kv.attach(third)
-    assert read(kv, third) == numbers((0, third.num_computed_tokens, 500))
 
 
 # ---- check_integrity, blocks_for
