@@ -45,6 +45,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, int))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         _check_int("n", self.n, 1)
         _check_int("top_k", self.top_k, 0)
         _check_int("min_tokens", self.min_tokens, 0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longtail.kernels import attention
 from longtail.kernels.attention import AttentionBatch, paged_attention, paged_attention_reference
 from longtail.kernels.kv import empty_kv, store_kv
 
@@ -192,10 +193,26 @@ def test_a_batch_of_one_is_a_mixed_batch(dim: int, block: int) -> None:
     assert torch.equal(paged_attention(q, world.kv, LAYER, batch, block, world.scale), torch.cat(mixed))
 
 
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(("dim", "block"), SIZES)
-def test_threads_do_not_change_a_bit(dim: int, block: int) -> None:
+def test_the_serial_and_the_parallel_kernel_give_the_same_bits(
+    dim: int, block: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two compilations of one function; which one runs depends on the size of the batch, so they must agree."""
+    world = World([1, 2 * block + 9, 7, block, 3 * block - 1], dim, block, group=group)
+    spans = [(n - 1, n) for n in world.lens]
+    outputs = []
+    for threshold in (0, 10**9):
+        monkeypatch.setattr(attention, "PARALLEL_FROM", threshold)
+        outputs.append(torch.cat([*world.whole(), *world.attend(spans)]))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(("dim", "block"), SIZES)
+def test_threads_do_not_change_a_bit(dim: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if numba.get_num_threads() < 2:
         pytest.skip("one core")
+    monkeypatch.setattr(attention, "PARALLEL_FROM", 0)
     world = World([2 * block + 9, 7, block, 3 * block], dim, block, group=3)
     outputs = []
     for threads in (1, 2, 1, 2):

@@ -48,6 +48,17 @@ def test_without_commit_prompt_only_full_blocks_are_found() -> None:
     assert (second.block_table, second.num_computed_tokens) == ([0, 1], 32)
 
 
+def test_commit_prompt_before_the_prompt_is_computed_offers_no_tail() -> None:
+    kv = make_kv()
+    first, second = make_seq(PROMPT), make_seq(PROMPT, name="g/1")
+    kv.attach(first)
+    assert kv.reserve(first, 40)
+    first.num_computed_tokens = 38
+    kv.commit_prompt(first)
+    kv.attach(second)
+    assert second.num_computed_tokens == 32
+
+
 @pytest.mark.parametrize(
     ("prompt", "found"),
     [

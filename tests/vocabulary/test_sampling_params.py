@@ -27,6 +27,7 @@ WRONG: list[tuple[str, object]] = [
     *[("presence_penalty", v) for v in (-2.01, 2.01, NAN, INF, True)],
     *[("frequency_penalty", v) for v in (-2.01, 2.01, NAN, INF, True)],
     *[("repetition_penalty", v) for v in (0, 0.0, -1.0, INF, NAN, True)],
+    *[("ignore_eos", v) for v in ("false", 0, None)],
 ]
 
 
