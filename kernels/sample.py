@@ -89,22 +89,28 @@ def sample_reference(logits: torch.Tensor, batch: SampleBatch) -> tuple[np.ndarr
     return np.array(tokens, np.int64), np.array(logprobs, np.float32)
 
 
-def sample(logits: torch.Tensor, batch: SampleBatch) -> tuple[np.ndarray, np.ndarray]:
+def sample(
+    logits: torch.Tensor, batch: SampleBatch, faults: dict[int, str] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """logits: [B, V], already processed (see `process_logits`) but not divided by the temperature.
 
     -> tokens int64 [B], and float32 [B] their log-probability under softmax(logits / temperature). -inf excludes a
     token; equal scores go to the lowest id.
 
-    Raises ValueError naming the row if a row holds NaN or +inf or excludes every token.
+    Raises ValueError naming the row if a row holds NaN or +inf or excludes every token. With `faults`, such rows are
+    put there with the reason (token -1, log-probability NaN), and the other rows are sampled as ever.
     """
+    rows = logits.shape[0]
     if logits.device.type != "cpu" or logits.dtype != torch.float32:
         return sample_reference(logits, batch)
-    rows = logits.shape[0]
     tokens, logprobs, status = np.empty(rows, np.int64), np.empty(rows, np.float32), np.zeros(rows, np.int32)
     _sample(logits.numpy(), batch.temperatures, batch.seeds, batch.positions, tokens, logprobs, status)
-    for row in np.flatnonzero(status):
+    for row in np.flatnonzero(status).tolist():
         what = "NaN or +inf" if status[row] == 1 else "no token left to sample (every logit is -inf)"
-        raise ValueError(f"logits row {row} has {what}; check the weights and the sampling parameters")
+        if faults is None:
+            raise ValueError(f"logits row {row} has {what}; check the weights and the sampling parameters")
+        faults[row] = what
+        tokens[row], logprobs[row] = -1, np.nan
     return tokens, logprobs
 
 

@@ -236,3 +236,21 @@ def test_misfit_weights_change_nothing(make_engine: EngineMaker) -> None:
     assert engine.version == 0
     engine.reset_prefix_cache()
     assert_same(generate(engine, group("a", prompt(9)))[0], expected)
+
+
+def test_logits_without_an_answer_fail_their_sample_only(make_engine: EngineMaker) -> None:
+    """One embedding is NaN: the sample whose prompt holds it fails and says where, the other one is exact."""
+    expected = generate(make_engine(), group("good", prompt(9, 1), max_tokens=6))[0]
+    model = make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # untied: the output stays finite
+        model.model.embed_tokens.weight[500] = torch.nan
+    model.config.tie_word_embeddings = False
+    engine = make_engine(model, numerics="fast")
+    assert 500 not in prompt(9, 1) + expected.output_ids
+    bad, good = group("bad", [5, 500, 7]).samples[0], group("good", prompt(9, 1), max_tokens=6).samples[0]
+    run(engine, [bad, good])
+    assert (bad.status, bad.finish_reason, bad.output_ids) == ("failed", "error", [])
+    assert bad.failure == "sampling output token 0: the logits have NaN or +inf"
+    assert good.output_ids == expected.output_ids
+    assert engine.stats().num_output_tokens == 6

@@ -175,15 +175,19 @@ class NativeEngine:
             logits = self.decoder.forward(batch, self.kv.kv)
             model_end = self.now()
             samples = [seq.sample for seq in sampled]
-            tokens, logprobs = self.sampler(logits, samples) if sampled else ((), ())
+            tokens, logprobs, faults = self.sampler(logits, samples) if sampled else ((), (), {})
             sample_end = self.now()
             prefill = self._advance(scheduled)
             finished = []
-            for seq, token, logprob in zip(sampled, tokens, logprobs, strict=True):
-                if self._commit(seq, int(token), float(logprob), version):
+            for i, (seq, token, logprob) in enumerate(zip(sampled, tokens, logprobs, strict=True)):
+                if i in faults:
+                    self._fail(seq, f"sampling output token {len(seq.sample.output_ids)}: the logits have {faults[i]}")
+                    finished.append(seq.sample)
+                elif self._commit(seq, int(token), float(logprob), version):
                     finished.append(seq.sample)
             self._counts["steps"] += 1
-            self._counts["output"] += len(sampled)
+            made = len(sampled) - len(faults)
+            self._counts["output"] += made
             self.listener(
                 Event(
                     "step",
@@ -196,12 +200,12 @@ class NativeEngine:
                     num_context_tokens=int(
                         batch.attention.context_lens[batch.attention.cu_seqlens[1:].long() - 1].sum()
                     ),
-                    num_output_tokens=len(sampled),
+                    num_output_tokens=made,
                     model_seconds=model_end - model_start,
                     sample_seconds=sample_end - model_end,
                 )
             )
-            return StepOutput(version, finished, len(sampled), len(scheduled))
+            return StepOutput(version, finished, made, len(scheduled))
 
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
         with self._lock:
@@ -424,6 +428,12 @@ class NativeEngine:
         sample.snapshot = None
         sample.timings.finished = self.now()
         self._emit("finish", seq, num_tokens=len(sample.output_ids), detail=reason)
+
+    def _fail(self, seq: Sequence, failure: str) -> None:
+        """A failed sample is data: it keeps its tokens and says at which boundary it failed, and the run goes on."""
+        seq.sample.failure = failure
+        self._finish(seq, "error")
+        seq.sample.status = "failed"
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,9 @@ class Sampler:
         self.eos_token_ids = eos_token_ids
         self.raw_logprobs = raw_logprobs
 
-    def __call__(self, logits: torch.Tensor, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-        """logits: [rows >= len(samples), V] -> tokens int64 and log-probabilities float32, one per sample."""
+    def __call__(self, logits: torch.Tensor, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+        """logits: [rows >= len(samples), V] -> tokens int64 and log-probabilities float32, one per sample, and the
+        samples (by index) from whose logits nothing can be drawn, with the reason."""
         logits = logits[: len(samples)]
         raw: torch.Tensor | None = None
         for i, s in enumerate(samples):
@@ -51,11 +52,12 @@ class Sampler:
             seeds=np.array([s.seed for s in samples], np.uint64),
             positions=np.array([len(s.output_ids) for s in samples], np.int64),
         )
-        tokens, logprobs = sample(logits, batch)
+        faults: dict[int, str] = {}
+        tokens, logprobs = sample(logits, batch, faults)
         if self.raw_logprobs:
             ones = np.ones(len(samples), np.float32)
-            logprobs = token_logprobs(logits if raw is None else raw, tokens, ones)
-        return tokens, logprobs
+            logprobs = token_logprobs(logits if raw is None else raw, np.maximum(tokens, 0), ones)
+        return tokens, logprobs, faults
 
     def _banned(self, s: Sample) -> tuple[int, ...]:
         """Tokens that may not come yet: whatever would end the sample before min_tokens."""
