@@ -49,7 +49,8 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         self.backend = backend
         self.bias = bias
-        self.packed = _pack(weight) if backend == "onednn" else weight
+        # A copy in any case: the caller's tensor may be a trainer's, which changes it in place.
+        self.packed = _pack(weight) if backend == "onednn" else weight.clone()
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: [T, in] contiguous; residual: [T, out] added to the result -> [T, out]."""

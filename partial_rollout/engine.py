@@ -31,11 +31,13 @@ class EngineStats:
     num_steps: int
     num_output_tokens: int
     num_recomputed_tokens: int
-    """Known tokens whose KV was computed again after a pause, a preemption or a weight update."""
+    """Known tokens of samples with output that neither snapshot nor cache brought when they were admitted again (after
+    a pause, a preemption, a weight update): their KV is computed again."""
     num_restored_tokens: int
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Known tokens (prompt, and output of resumed samples) found in the prefix cache at admission."""
     num_preemptions: int
+    """For lack of blocks."""
 
 
 class Engine(Protocol):

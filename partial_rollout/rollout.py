@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from longtail.errors import LongtailError
 from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engine import Engine
 from longtail.partial_rollout.repetition import RepetitionDetector
@@ -44,7 +45,7 @@ class Rollout:
         self.repetition = repetition
         self.listener = listener
         self.iteration = 0
-        self._submitted = 0
+        self._named = 0
 
     def submit(self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None) -> list[Group]:
         """prompts: token ids (params.n samples each), or groups made by the caller. Any number, any time.
@@ -52,25 +53,25 @@ class Rollout:
         ValueError if the engine cannot run a sample (empty or too long a prompt, unknown token ids, ...) or a group id
         was used before; then none of them is taken.
         """
-        groups = []
-        for number, prompt in enumerate(prompts, start=self._submitted):
+        groups: list[Group] = []
+        number = self._named
+        for prompt in prompts:
             if isinstance(prompt, Group):
                 groups.append(prompt)
-            else:
-                groups.append(Group.from_prompt(f"g{number}", prompt, params or SamplingParams()))
-        taken: set[str] = set()
+                continue
+            while f"g{number}" in self.store:
+                number += 1
+            groups.append(Group.from_prompt(f"g{number}", prompt, params or SamplingParams()))
+            number += 1
         for group in groups:
-            if group.id in taken or group.id in self.store:
-                raise ValueError(f"group id {group.id!r} was submitted before; every group needs its own id")
-            taken.add(group.id)
             for sample in group.samples:
                 self.engine.check(sample)
+        self.store.add(groups)
+        self._named = number
         for group in groups:
-            self.store.add(group)
             for sample in group.samples:
                 sample.timings.submitted = self.engine.now()
                 self._emit("submit", sample, num_tokens=len(sample.prompt_ids))
-        self._submitted += len(groups)
         return groups
 
     def collect(self, *, wait: bool = False) -> list[Group]:
@@ -86,19 +87,10 @@ class Rollout:
             started_with={},
         )
         self._mark("iteration_start", value=float(self.engine.version))
-        while True:
-            self._admit(strategy, state)
-            if not state.running:
-                break
-            out = self.engine.step()
-            state.num_output_tokens += out.num_output_tokens
-            for sample in out.finished:
-                del state.running[sample.id]
-            self._end_loops(state)
-            if strategy.stop_waiting(state):
-                break
-            self._pause(strategy.to_pause(state), state)
-        self._pause(list(state.running.values()), state)
+        try:
+            self._generate(strategy, state)
+        finally:  # also after an error or an interrupt: the engine is empty again, and nothing is lost
+            self._pause([s for s in state.running.values() if not s.is_done], state)
         groups = self.store.take_complete()
         for group in groups:
             tokens = sum(len(s.output_ids) for s in group.samples)
@@ -117,23 +109,38 @@ class Rollout:
         self.iteration += 1
         return groups
 
+    def _generate(self, strategy: Strategy, state: RolloutState) -> None:
+        while True:
+            self._admit(strategy, state)
+            if not state.running:
+                if (state.paused or state.fresh) and self.engine.num_free_slots == 0:
+                    raise LongtailError(
+                        f"engine {self.engine.name} has no free slot: somebody else's samples hold all of them; "
+                        "finish, pause or abort those first"
+                    )
+                return
+            out = self.engine.step()
+            state.num_output_tokens += out.num_output_tokens
+            for sample in out.finished:
+                state.running.pop(sample.id, None)
+            self._end_loops(state)
+            if strategy.stop_waiting(state):
+                return
+            self._pause(strategy.to_pause(state), state)
+
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """Between collects. Paused samples keep their tokens, with the version that made each."""
         self.engine.update_weights(weights, version)
 
     def _admit(self, strategy: Strategy, state: RolloutState) -> None:
-        chosen: list[Sample] = []
-        free = self.engine.num_free_slots
-        while len(chosen) < free:
+        for _ in range(self.engine.num_free_slots):
             sample = strategy.next_sample(state)
             if sample is None:
                 break
-            (state.paused if sample.status == "paused" else state.fresh).remove(sample)
+            self.engine.add([sample])
+            (state.paused if sample in state.paused else state.fresh).remove(sample)
             state.started_with[sample.id] = len(sample.output_ids)
             state.running[sample.id] = sample
-            chosen.append(sample)
-        if chosen:
-            self.engine.add(chosen)
 
     def _pause(self, samples: list[Sample], state: RolloutState) -> None:
         if not samples:

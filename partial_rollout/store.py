@@ -16,13 +16,28 @@ class SampleStore:
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
         self._handed_over: set[str] = set()
+        self._samples: set[str] = set()
 
-    def add(self, group: Group) -> None:
-        if group.id in self:
-            raise ValueError(f"group id {group.id!r} was submitted before; every group needs its own id")
-        if not group.samples:
-            raise ValueError(f"group {group.id!r} has no samples; n must be at least 1")
-        self._groups[group.id] = group
+    def add(self, groups: Iterable[Group]) -> None:
+        """All or none. ValueError if an id was used before, or a group is empty or mislabelled."""
+        batch = list(groups)
+        names: set[str] = set()
+        samples: set[str] = set()
+        for group in batch:
+            if group.id in self or group.id in names:
+                raise ValueError(f"group id {group.id!r} was submitted before; every group needs its own id")
+            if not group.samples:
+                raise ValueError(f"group {group.id!r} has no samples; n must be at least 1")
+            names.add(group.id)
+            for sample in group.samples:
+                if sample.id in self._samples or sample.id in samples:
+                    raise ValueError(f"sample id {sample.id!r} was submitted before; every sample needs its own id")
+                if sample.group_id != group.id:
+                    raise ValueError(f"sample {sample.id!r} has group_id {sample.group_id!r}, not {group.id!r}")
+                samples.add(sample.id)
+        self._samples |= samples
+        for group in batch:
+            self._groups[group.id] = group
 
     def __contains__(self, group_id: str) -> bool:
         """Whether a group of this id was ever submitted."""

@@ -17,7 +17,7 @@ EventKind = Literal[
     "submit",  # a sample becomes known; num_tokens: prompt tokens
     "admit",  # a sample gets a slot; num_tokens: KV tokens it brings (prefix cache or snapshot); value: known tokens
     "first_token",
-    "preempt",  # a sample loses its slot for lack of memory; num_tokens: computed tokens at that moment
+    "preempt",  # a sample loses its slot for a while; num_tokens: computed tokens; detail: out of blocks, weight update
     "pause",  # a sample is taken out on request; num_tokens: output tokens so far; value: 1 with snapshot
     "finish",  # num_tokens: output tokens; detail: finish reason
     "step",  # one forward pass: see the fields below

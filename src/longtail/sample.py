@@ -49,9 +49,9 @@ class Timings:
     """Total time in a slot."""
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Sample:
-    """One response being made: the one record from prompt to loss.
+    """One response being made: the one record from prompt to loss. Compared by identity.
 
     output_ids, logprobs and versions always have the same length; logprobs[i] is the log-probability of output_ids[i]
     under the policy versions[i] that sampled it.
@@ -83,9 +83,12 @@ class Sample:
         self.prompt_ids = tuple(self.prompt_ids)
         if not self.prompt_ids:
             raise ValueError("prompt_ids is empty; a sample needs at least one prompt token (for example BOS)")
-        for token in self.prompt_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise ValueError(f"prompt_ids must be non-negative integers, not {token!r}")
+        for name, ids in (("prompt_ids", self.prompt_ids), ("output_ids", self.output_ids)):
+            for token in ids:
+                if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                    raise ValueError(f"{name} must be non-negative integers, not {token!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be an integer of 64 bits (0 to 2**64 - 1), not {self.seed!r}")
         if not len(self.output_ids) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"output_ids, logprobs and versions must have one length, not {len(self.output_ids)}, "

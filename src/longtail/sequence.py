@@ -27,10 +27,14 @@ class Sequence:
     kv: KVSource = "computed"
     """Source that the next tokens' segment records."""
     admitted_at: float | None = None
-    snapshot_tokens: int = 0
-    """Tokens restored from a snapshot at the last admission (for accounting)."""
-    num_recomputed_tokens: int = 0
-    """Output tokens whose KV had to be computed again."""
+    num_cached_tokens: int = 0
+    """At the last admission: KV tokens found in the prefix cache,"""
+    num_restored_tokens: int = 0
+    """tokens brought by a snapshot,"""
+    restore_seconds: float = 0.0
+    """how long that took,"""
+    refused: str | None = None
+    """and why a snapshot was not used."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     """prompt_ids + output_ids, kept as one list for slicing."""
 

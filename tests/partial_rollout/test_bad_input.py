@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.partial_rollout.conftest import SIZES, VOCAB, EngineMaker, generate, group, prompt
+from tests.partial_rollout.conftest import (
+    SIZES,
+    VOCAB,
+    EngineMaker,
+    generate,
+    group,
+    make_model,
+    prompt,
+    run,
+)
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     GemmaConfig,
     GPT2Config,
+    LlamaConfig,
     MistralConfig,
     Qwen3NextConfig,
     T5Config,
@@ -90,6 +100,38 @@ def test_same_sample_twice_and_unknown_ids(make_engine: EngineMaker) -> None:
     assert engine.has_work  # the known one was not paused half-way
 
 
+def test_an_id_named_twice_counts_once(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    engine.add(group("a", prompt(5), n=2).samples)
+    engine.step()
+    assert len(engine.pause(["a/0", "a/0"])) == 1
+    assert len(engine.abort(["a/1", "a/1"])) == 1
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, None, 1.5, True])
+def test_seed_of_a_sample(seed: object) -> None:
+    with pytest.raises(ValueError, match="seed must be an integer of 64 bits"):
+        Sample(id="a", group_id="g", index=0, prompt_ids=(1,), params=SamplingParams(), seed=seed)  # type: ignore[arg-type]
+
+
+def test_largest_seed_runs(make_engine: EngineMaker) -> None:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    samples = [
+        Sample(id=f"{seed}", group_id=f"{seed}", index=0, prompt_ids=tuple(prompt(5)), params=params, seed=seed)
+        for seed in (0, 2**63, 2**64 - 1)
+    ]
+    run(make_engine(), samples)
+    assert len({tuple(s.output_ids) for s in samples}) == 3
+
+
+def test_eos_outside_the_vocabulary_is_no_eos(make_engine: EngineMaker) -> None:
+    model = make_model("llama")
+    model.generation_config.eos_token_id = 50256
+    sample = generate(make_engine(model), group("a", prompt(5), min_tokens=2, max_tokens=4, ignore_eos=False))[0]
+    assert len(sample.output_ids) == 4
+
+
 def test_stop_strings_without_a_tokenizer(make_engine: EngineMaker) -> None:
     with pytest.raises(ValueError, match="stop strings need a tokenizer"):
         make_engine().add(group("a", prompt(5), stop="x").samples)
@@ -109,11 +151,22 @@ def test_records_of_unequal_length() -> None:
         )
 
 
+# Angles that depend on the longest position in the batch: a sample would depend on its neighbours.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+
+
 def test_models_it_cannot_run_are_refused() -> None:
     for config, message in [
         (MistralConfig(**SIZES, sliding_window=32), "sliding-window layers"),
         (T5Config(d_model=64), "encoder-decoder"),
         (Qwen3NextConfig(**SIZES), "hybrid layers"),
+        (LlamaConfig(**SIZES, rope_parameters=LONGROPE), "rotary embeddings of type longrope"),
     ]:
         from longtail.partial_rollout.engines.native.loader import check_supported
 

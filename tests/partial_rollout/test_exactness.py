@@ -71,6 +71,18 @@ def test_resume_in_another_engine(make_engine: EngineMaker) -> None:
         assert [s.engine for s in sample.segments] == ["first", "second"]
 
 
+def test_snapshot_of_other_arithmetic_is_not_used(make_engine: EngineMaker) -> None:
+    """Same weights, other bits: fast numerics, another rotary base. Such KV is computed again."""
+    twin = make_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    for other in (make_engine(numerics="fast"), make_engine(twin)):
+        engine = make_engine()
+        sample = group("a", prompt(21)).samples[0]
+        run(engine, [sample], until=9)
+        engine.pause()
+        run(other, [sample])
+        assert other.stats().num_restored_tokens == 0 and sample.segments[-1].kv == "recomputed"
+
+
 def test_alone_or_in_a_mixed_batch(engine: NativeEngine) -> None:
     expected = undisturbed(engine)
     engine.reset_prefix_cache()
@@ -226,6 +238,15 @@ def test_smollm2_cut_anywhere_alone_mixed_chunked_preempted() -> None:
             engine.reset_prefix_cache()
             run(engine, [sample])
             assert_same(sample, expected)
+
+    one_thread = make()
+    present = torch.get_num_threads(), numba.get_num_threads()
+    try:
+        run(NativeEngine(path, threads=1, max_model_len=512, kv_cache_bytes=256 << 20), [one_thread])
+    finally:
+        torch.set_num_threads(present[0])
+        numba.set_num_threads(present[1])
+    assert_same(one_thread, expected)
 
     siblings = group("a", ids, n=4, temperature=0.7, max_tokens=32)
     others = [group(f"o{i}", prompt(9 + 31 * i, i), temperature=0.7, max_tokens=20 + i).samples[0] for i in range(3)]

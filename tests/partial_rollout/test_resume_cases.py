@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, group, make_model, prompt, run
 from transformers import PreTrainedTokenizerFast
 
-from longtail import NativeEngine, PolicyVersion, Sample
+from longtail import Event, NativeEngine, PolicyVersion, Sample
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 from longtail.sample import KVSource
 
@@ -224,15 +227,19 @@ def test_misfit_weights_change_nothing(make_engine: EngineMaker) -> None:
     weights = other_weights()
     short = {k: v for k, v in weights.items() if "layers.1.mlp.up_proj" not in k}
     wrong = weights | {"model.norm.weight": torch.ones(3)}
-    for bad, message in [
+    cases: list[tuple[dict, str]] = [
         (short, "model.layers.1.mlp.up_proj.weight"),
         (wrong, r"model.norm.weight has shape \(3,\)"),
         (weights | {"model.extra": torch.ones(1)}, "model.extra"),
-    ]:
+        (weights | {"model.norm.weight": weights["model.norm.weight"].numpy()}, "model.norm.weight must be a floating"),
+        (weights | {"model.norm.weight": torch.ones(64, dtype=torch.long)}, "model.norm.weight must be a floating"),
+    ]
+    for bad, message in cases:
         with pytest.raises(ValueError, match=message):
             engine.update_weights(bad, 1)
-    with pytest.raises(ValueError, match="version"):
-        engine.update_weights(weights, 0)
+    for version in (0, -1, 1.5, None, True):
+        with pytest.raises(ValueError, match="version"):
+            engine.update_weights(weights, version)  # type: ignore[arg-type]
     assert engine.version == 0
     engine.reset_prefix_cache()
     assert_same(generate(engine, group("a", prompt(9)))[0], expected)
@@ -254,3 +261,78 @@ def test_logits_without_an_answer_fail_their_sample_only(make_engine: EngineMake
     assert bad.failure == "sampling output token 0: the logits have NaN or +inf"
     assert good.output_ids == expected.output_ids
     assert engine.stats().num_output_tokens == 6
+
+
+@pytest.mark.parametrize("kind", ["admit", "first_token", "step", "finish"])
+def test_a_listener_that_raises_changes_no_sample(make_engine: EngineMaker, kind: str) -> None:
+    expected = {s.id: s for s in generate(make_engine(), *(group(f"g{i}", prompt(9 + i, i)) for i in range(4)))}
+    heard: list[Event] = []
+    raised: list[Event] = []
+
+    def listener(event: Event) -> None:
+        if event.kind == kind and len(raised) < 3:
+            raised.append(event)
+            raise OSError("no space left on device")
+        heard.append(event)
+
+    engine = make_engine(listener=listener)
+    samples = [group(f"g{i}", prompt(9 + i, i)).samples[0] for i in range(4)]
+    engine.add(samples)
+    while engine.has_work:
+        try:
+            engine.step()
+        except OSError:
+            engine.check_integrity()
+    assert len(raised) == 3
+    finished = [e for e in [*heard, *raised] if e.kind == "finish"]
+    assert len(finished) == 4  # no event was swallowed by the error of another
+    for sample in samples:
+        assert_same(sample, expected[sample.id])
+
+
+def test_an_interrupt_in_a_step_changes_no_sample(make_engine: EngineMaker) -> None:
+    """Wherever it strikes between the forward pass and the last commit, the step is simply done again."""
+    expected = {s.id: s for s in generate(make_engine(), *(group(f"g{i}", prompt(9 + i, i)) for i in range(4)))}
+    for strike in range(5):
+        engine = make_engine()
+        samples = [group(f"g{i}", prompt(9 + i, i)).samples[0] for i in range(4)]
+        run(engine, samples, until=6)
+        commit, calls = engine._commit, list[Any]()
+
+        def interrupted(*args: Any, commit: Any = commit, calls: list = calls, strike: int = strike) -> None:
+            calls.append(args)
+            if len(calls) == strike + 1:
+                raise KeyboardInterrupt
+            commit(*args)
+
+        engine._commit = interrupted  # type: ignore[method-assign, assignment]
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                engine.step()
+            engine.check_integrity()
+        assert calls
+        run(engine)
+        for sample in samples:
+            assert_same(sample, expected[sample.id])
+
+
+def test_events_of_slots_pair_up_and_counts_are_rows(make_engine: EngineMaker) -> None:
+    """In a pool too small for its samples: each admission has one leave, and what was re-prefilled was computed."""
+    events: list[Event] = []
+    one = make_engine().kv.bytes_per_block
+    engine = make_engine(kv_cache_bytes=17 * one, max_model_len=256, listener=events.append)
+    samples = [group(f"g{i}", prompt(60, i), max_tokens=30).samples[0] for i in range(6)]
+    run(engine, samples)
+    kinds = Counter(e.kind for e in events)
+    assert kinds["preempt"] == engine.stats().num_preemptions > 0
+    assert kinds["admit"] == kinds["preempt"] + kinds["finish"] == kinds["preempt"] + 6
+    slots: dict[str, bool] = {}
+    for event in events:
+        if event.kind in ("admit", "preempt", "finish"):
+            assert slots.get(event.sample, False) == (event.kind != "admit")
+            slots[event.sample] = event.kind == "admit"
+    stats = engine.stats()
+    assert stats.num_restored_tokens == sum(e.num_tokens for e in events if e.kind == "restore")
+    rows = sum(e.num_tokens for e in events if e.kind == "step")
+    needed = sum(60 + 30 - 1 for _ in samples)
+    assert rows == needed + stats.num_recomputed_tokens

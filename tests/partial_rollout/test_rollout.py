@@ -7,7 +7,7 @@ import itertools
 import pytest
 from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, group, make_model, prompt
 
-from longtail import Event, Group, Rollout, SampleStore, SamplingParams, Sync, TokenBudget
+from longtail import Event, Group, LongtailError, Rollout, SampleStore, SamplingParams, Sync, TokenBudget
 from longtail.partial_rollout.repetition import RepetitionDetector
 from longtail.partial_rollout.strategies import RolloutState, Strategy
 from longtail.sample import Sample
@@ -146,6 +146,62 @@ def test_a_prompt_the_engine_refuses_is_refused_at_submit(make_engine: EngineMak
     assert [g.id for g in rollout.collect()] == ["good"]
 
 
+def test_submit_takes_all_or_none(make_engine: EngineMaker) -> None:
+    rollout = Rollout(make_engine())
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    twin = group("twin", prompt(4), max_tokens=2)
+    stranger = Group("stranger", twin.samples)
+    cases: list[tuple[list, str]] = [
+        ([prompt(4), Group("empty", [])], "group 'empty' has no samples"),
+        ([prompt(4), twin, Group("other", twin.samples)], "sample id 'twin/0' was submitted before"),
+        ([prompt(4), stranger], "sample 'twin/0' has group_id 'twin', not 'stranger'"),
+    ]
+    for batch, message in cases:
+        with pytest.raises(ValueError, match=message):
+            rollout.submit(batch, params)
+        assert len(rollout.store) == 0
+    rollout.submit([group("g0", prompt(4), max_tokens=2), group("g2", prompt(4), max_tokens=2)])
+    assert [g.id for g in rollout.submit([prompt(5), prompt(6)], params)] == ["g1", "g3"]  # names that are taken
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_collect_after_an_error_goes_on_where_it_stopped(make_engine: EngineMaker, error: type[BaseException]) -> None:
+    plain = {s.id: s for s in generate(make_engine(), *groups())}
+    engine = make_engine(max_num_seqs=3)
+    rollout = Rollout(engine)
+    submitted = groups()
+    rollout.submit(submitted)
+    step, calls = engine.step, []
+
+    def failing():
+        calls.append(1)
+        if len(calls) in (5, 9):
+            raise error
+        return step()
+
+    engine.step = failing  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(error):
+            rollout.collect()
+        assert not engine.has_work
+    assert len(rollout.collect()) == 6
+    for g in submitted:
+        for sample in g.samples:
+            assert_same(sample, plain[sample.id])
+
+
+def test_an_engine_full_of_other_samples_is_an_error(make_engine: EngineMaker) -> None:
+    engine = make_engine(max_num_seqs=1)
+    stranger = group("stranger", prompt(5), max_tokens=20)
+    engine.add(stranger.samples)
+    rollout = Rollout(engine)
+    rollout.submit(groups(0, 1))
+    with pytest.raises(LongtailError, match="has no free slot"):
+        rollout.collect()
+    engine.abort([stranger.samples[0].id])
+    assert len(rollout.collect()) == 1
+
+
 def test_budget_arguments() -> None:
     for bad in (0, -3, 1.5, True):
         with pytest.raises(ValueError, match="tokens must be an integer of at least 1"):
@@ -163,7 +219,7 @@ def test_new_tokens_counts_this_iteration_only() -> None:
 
 def test_store_hands_over_once() -> None:
     store = SampleStore()
-    store.add(group("a", prompt(3)))
+    store.add([group("a", prompt(3))])
     assert store.take_complete() == []
     (sample,) = store.unfinished()
     sample.status, sample.finish_reason = "finished", "stop"

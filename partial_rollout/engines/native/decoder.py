@@ -68,7 +68,7 @@ class _Layer:
 
 
 FUSED_LAYERS = frozenset({"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer"})
-_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary variants whose angles depend on the position alone."""
 
 
@@ -98,7 +98,7 @@ class FusedDecoder:
         attention = layers[0].self_attn
         return (
             model.config.hidden_act == "silu"
-            and rope.get("rope_type", "default") in _STATIC_ROPE
+            and rope.get("rope_type", "default") in STATIC_ROPE
             and attention.head_dim % 2 == 0
             and attention.q_proj.out_features % attention.head_dim == 0
         )
@@ -142,11 +142,10 @@ class FusedDecoder:
                     down=linear(f"{p}.mlp.down_proj"),
                 )
             )
-        self.layers = layers
-        self.embedding = required("model.embed_tokens.weight")
-        self.norm = required("model.norm.weight")
-        head = "lm_head" if "lm_head.weight" in self._shapes else "model.embed_tokens"
-        self.lm_head = linear(head)
+        embedding, norm = required("model.embed_tokens.weight"), required("model.norm.weight")
+        lm_head = linear("lm_head" if "lm_head.weight" in self._shapes else "model.embed_tokens")
+        # All or nothing: an error above leaves the old weights in place.
+        self.layers, self.embedding, self.norm, self.lm_head = layers, embedding, norm, lm_head
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         spec, block_size = self.spec, batch.block_size

@@ -10,9 +10,11 @@ Model code is `decoder` (what a forward pass computes), memory is `KVManager`, o
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +68,12 @@ class NativeEngine:
         loaded, self._source = loader.load_model(model)
         self._tokenizer = tokenizer
         weights = {k: p.detach() for k, p in loaded.named_parameters()}
-        fingerprint = loader.fingerprint(weights)
         self.decoder, self.row_rule = loader.build_decoder(
             loaded, config.numerics, fused=config.fused, block_size=config.block_size
         )
+        self._arithmetic = loader.arithmetic_of(loaded.config, self.decoder, self.row_rule, config.numerics)
+        fingerprint = loader.fingerprint(weights, self._arithmetic)
+        del loaded, weights
         self.spec = spec = self.decoder.spec
         self.max_model_len = min(config.max_model_len or spec.max_positions, spec.max_positions)
         layout = (spec.layers, spec.kv_heads, config.block_size, spec.head_dim)
@@ -93,7 +97,8 @@ class NativeEngine:
             self.kv,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            on_admit=self._admit,
+            attach=self._attach,
+            on_admit=self._admitted,
             on_preempt=self._preempt,
         )
         self.sampler = Sampler(spec.eos_token_ids, config.logprobs_mode == "raw")
@@ -101,6 +106,7 @@ class NativeEngine:
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
         self._lock = threading.RLock()
+        self._queue: deque[Event] = deque()
         self._counts = dict.fromkeys(("steps", "output", "recomputed", "restored", "cached", "preemptions"), 0)
 
     # -- the engine protocol ------------------------------------------------------------------------------------------
@@ -163,53 +169,64 @@ class NativeEngine:
                 sample.status = "waiting"
 
     def step(self) -> StepOutput:
-        """One forward pass over what the scheduler chose, and at most one new token per sequence."""
-        with self._lock, torch.inference_mode():
-            start = self.now()
-            version = self._version
+        """One forward pass over what the scheduler chose, and at most one new token per sequence.
+
+        If it raises (a listener, an interrupt), samples keep what they had, and the next step continues from there.
+        """
+        with self._lock, self._events(), torch.inference_mode():
             scheduled = self.scheduler.schedule()
             if not scheduled:
-                return StepOutput(version, [], 0, 0)
-            batch, sampled = self._build(scheduled)
-            model_start = self.now()
-            logits = self.decoder.forward(batch, self.kv.kv)
-            model_end = self.now()
-            samples = [seq.sample for seq in sampled]
-            tokens, logprobs, faults = self.sampler(logits, samples) if sampled else ((), (), {})
-            sample_end = self.now()
-            prefill = self._advance(scheduled)
-            finished = []
-            for i, (seq, token, logprob) in enumerate(zip(sampled, tokens, logprobs, strict=True)):
-                if i in faults:
-                    self._fail(seq, f"sampling output token {len(seq.sample.output_ids)}: the logits have {faults[i]}")
-                    finished.append(seq.sample)
-                elif self._commit(seq, int(token), float(logprob), version):
-                    finished.append(seq.sample)
-            self._counts["steps"] += 1
-            made = len(sampled) - len(faults)
-            self._counts["output"] += made
-            self.listener(
-                Event(
-                    "step",
-                    start,
-                    self.now() - start,
-                    self.name,
-                    num_seqs=len(scheduled),
-                    num_tokens=sum(item.num_tokens for item in scheduled),
-                    num_prefill_tokens=prefill,
-                    num_context_tokens=int(
-                        batch.attention.context_lens[batch.attention.cu_seqlens[1:].long() - 1].sum()
-                    ),
-                    num_output_tokens=made,
-                    model_seconds=model_end - model_start,
-                    sample_seconds=sample_end - model_end,
-                )
+                return StepOutput(self._version, [], 0, 0)
+            try:
+                return self._step(scheduled)
+            except BaseException:
+                # Computed but without their token: the last position is computed again, to the same bits.
+                for seq in self.scheduler.running:
+                    seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
+                raise
+
+    def _step(self, scheduled: list[Scheduled]) -> StepOutput:
+        start, version = self.now(), self._version
+        batch, sampled = self._build(scheduled)
+        model_start = self.now()
+        logits = self.decoder.forward(batch, self.kv.kv)
+        model_end = self.now()
+        samples = [seq.sample for seq in sampled]
+        tokens, logprobs, faults = self.sampler(logits, samples) if sampled else ((), (), {})
+        sample_end = self.now()
+        prefill = self._advance(scheduled)
+        finished = []
+        for i, (seq, token, logprob) in enumerate(zip(sampled, tokens, logprobs, strict=True)):
+            if i in faults:
+                self._fail(seq, f"sampling output token {len(seq.sample.output_ids)}: the logits have {faults[i]}")
+            else:
+                self._commit(seq, int(token), float(logprob), version)
+            if seq.sample.is_done:
+                finished.append(seq.sample)
+        made = len(sampled) - len(faults)
+        self._counts["steps"] += 1
+        self._counts["output"] += made
+        attention = batch.attention
+        self._queue.append(
+            Event(
+                "step",
+                start,
+                self.now() - start,
+                self.name,
+                num_seqs=len(scheduled),
+                num_tokens=sum(item.num_tokens for item in scheduled),
+                num_prefill_tokens=prefill,
+                num_context_tokens=int(attention.context_lens[attention.cu_seqlens[1:].long() - 1].sum()),
+                num_output_tokens=made,
+                model_seconds=model_end - model_start,
+                sample_seconds=sample_end - model_end,
             )
-            return StepOutput(version, finished, made, len(scheduled))
+        )
+        return StepOutput(version, finished, made, len(scheduled))
 
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
-        with self._lock:
-            ids = list(self._sequences) if sample_ids is None else list(sample_ids)
+        with self._lock, self._events():
+            ids = list(self._sequences if sample_ids is None else dict.fromkeys(sample_ids))
             paused = []
             for seq in [self._get(i) for i in ids]:
                 if seq in self.scheduler.running:
@@ -224,9 +241,9 @@ class NativeEngine:
             return paused
 
     def abort(self, sample_ids: Iterable[str], *, reason: FinishReason = "aborted") -> list[Sample]:
-        with self._lock:
+        with self._lock, self._events():
             aborted = []
-            for seq in [self._get(i) for i in sample_ids]:
+            for seq in [self._get(i) for i in dict.fromkeys(sample_ids)]:
                 self._finish(seq, reason)
                 aborted.append(seq.sample)
             return aborted
@@ -234,7 +251,9 @@ class NativeEngine:
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """weights: a complete state dict of the model (a tied LM head may be left out). Nothing changes if it does not
         fit. KV made by older weights is dropped, or kept if `kv_on_update` says so."""
-        with self._lock:
+        with self._lock, self._events():
+            if isinstance(version, bool) or not isinstance(version, int):
+                raise ValueError(f"version must be an integer, not {version!r}")
             if version <= self._version:
                 raise ValueError(
                     f"version must be above the current {self._version}, not {version}; versions only grow"
@@ -244,7 +263,7 @@ class NativeEngine:
             with torch.no_grad():
                 self.decoder.load_weights(checked)
             self._version = PolicyVersion(version)
-            self.kv.set_fingerprint(loader.fingerprint({k: v.detach().float() for k, v in checked.items()}))
+            self.kv.set_fingerprint(loader.fingerprint(checked, self._arithmetic))
             if self.config.kv_on_update == "keep":
                 for seq in self.scheduler.running:
                     seq.kv = "kept"
@@ -256,7 +275,7 @@ class NativeEngine:
                     self.kv.release(seq)
                     seq.sample.status = "waiting"
                     self.scheduler.waiting.appendleft(seq)
-            self.listener(Event("update", start, self.now() - start, self.name, value=version))
+            self._queue.append(Event("update", start, self.now() - start, self.name, value=version))
 
     def reset_prefix_cache(self) -> None:
         """Forgets what finished sequences left behind, so that a measurement does not live on an earlier one's work."""
@@ -285,42 +304,54 @@ class NativeEngine:
             queued = [*self.scheduler.running, *self.scheduler.waiting]
             assert len(queued) == len(self._sequences) and set(queued) == set(self._sequences.values())
             for seq in queued:
+                assert seq.num_uncomputed_tokens >= 1, f"{seq.sample.id} has nothing to compute"
                 assert seq.token_ids == [*seq.sample.prompt_ids, *seq.sample.output_ids], seq.sample.id
                 seq.sample.check_integrity()
 
     # -- admission and leaving ----------------------------------------------------------------------------------------
 
-    def _admit(self, seq: Sequence) -> bool:
+    def _attach(self, seq: Sequence) -> bool:
+        """Gives a waiting sequence its KV: cached prefix, snapshot. False if blocks are short. Changes nothing but the
+        sequence and the pool, so that it can be taken back (`kv.release`) and tried again."""
         self.kv.attach(seq)
-        cached = seq.num_computed_tokens
-        snapshot = seq.sample.snapshot
+        seq.num_cached_tokens = seq.num_computed_tokens
+        seq.num_restored_tokens = 0
         seq.kv = "recomputed" if seq.sample.output_ids else "computed"
-        restored = 0
-        if snapshot is not None:
-            usable = snapshot.fingerprint == self.kv.fingerprint or self.config.kv_on_update == "keep"
-            if usable:
-                start = self.now()
-                try:
-                    if not self.kv.restore(seq, snapshot):
-                        self.kv.release(seq)
-                        return False
-                except SnapshotMismatch as error:
-                    self._emit("restore", seq, detail=f"refused: {error}")
-                else:
-                    restored = seq.num_computed_tokens - cached
-                    seq.kv = "restored" if snapshot.fingerprint == self.kv.fingerprint else "kept"
-                    self._emit("restore", seq, time=start, duration=self.now() - start, num_tokens=restored)
-            seq.sample.snapshot = None
-        if seq.sample.output_ids:
-            self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
-        self._counts["cached"] += cached
-        self._counts["restored"] += restored
-        seq.admitted_at = self.now()
-        seq.sample.status = "running"
-        if seq.sample.timings.submitted is None:
-            seq.sample.timings.submitted = seq.admitted_at
-        self._emit("admit", seq, num_tokens=seq.num_computed_tokens, value=seq.num_tokens)
+        seq.refused = None
+        snapshot = seq.sample.snapshot
+        if snapshot is None or (snapshot.fingerprint != self.kv.fingerprint and self.config.kv_on_update != "keep"):
+            return True
+        start = self.now()
+        try:
+            restored = self.kv.restore(seq, snapshot)
+        except SnapshotMismatch as error:
+            seq.refused = str(error)
+            return True
+        seq.restore_seconds = self.now() - start
+        if not restored:
+            self.kv.release(seq)
+            return False
+        seq.num_restored_tokens = seq.num_computed_tokens - seq.num_cached_tokens
+        seq.kv = "restored" if snapshot.fingerprint == self.kv.fingerprint else "kept"
         return True
+
+    def _admitted(self, seq: Sequence) -> None:
+        """The sequence has its slot and its blocks: records it."""
+        sample = seq.sample
+        if sample.snapshot is not None:
+            detail = "" if seq.refused is None else f"refused: {seq.refused}"
+            at, took = self.now() - seq.restore_seconds, seq.restore_seconds
+            self._emit("restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
+            sample.snapshot = None
+        if sample.output_ids:
+            self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
+        self._counts["cached"] += seq.num_cached_tokens
+        self._counts["restored"] += seq.num_restored_tokens
+        seq.admitted_at = self.now()
+        sample.status = "running"
+        if sample.timings.submitted is None:
+            sample.timings.submitted = seq.admitted_at
+        self._emit("admit", seq, num_tokens=seq.num_computed_tokens, value=seq.num_tokens)
 
     def _preempt(self, seq: Sequence) -> None:
         self._counts["preemptions"] += 1
@@ -405,20 +436,22 @@ class NativeEngine:
                 self.kv.commit(seq)
         return prefill
 
-    def _commit(self, seq: Sequence, token: int, logprob: float, version: PolicyVersion) -> bool:
-        """Appends one token; True if it ends the sample."""
+    def _commit(self, seq: Sequence, token: int, logprob: float, version: PolicyVersion) -> None:
+        """Appends one token and ends the sample if it is the last."""
         sample = seq.sample
         sample.append(token, logprob, version, self.name, seq.kv)
         seq.token_ids.append(token)
         if sample.timings.first_token is None:
             sample.timings.first_token = self.now()
             self._emit("first_token", seq)
-        end = check_end(sample, self.spec.eos_token_ids, self.max_model_len, self._decode_or_none(sample))
-        if end is None:
-            return False
-        sample.stop_reason = end.stop_reason
-        self._finish(seq, end.reason)
-        return True
+        try:
+            end = check_end(sample, self.spec.eos_token_ids, self.max_model_len, self._decode_or_none(sample))
+        except Exception as error:  # a tokenizer may raise anything; only this sample is the worse for it
+            self._fail(seq, f"decoding output token {len(sample.output_ids) - 1} for stop strings: {error!r}")
+            return
+        if end is not None:
+            sample.stop_reason = end.stop_reason
+            self._finish(seq, end.reason)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         sample = seq.sample
@@ -439,7 +472,21 @@ class NativeEngine:
 
     def _emit(self, kind: EventKind, seq: Sequence, time: float | None = None, **fields: Any) -> None:
         at = self.now() if time is None else time
-        self.listener(Event(kind, at, engine=self.name, sample=seq.sample.id, group=seq.sample.group_id, **fields))
+        self._queue.append(Event(kind, at, engine=self.name, sample=seq.sample.id, group=seq.sample.group_id, **fields))
+
+    @contextlib.contextmanager
+    def _events(self) -> Iterator[None]:
+        """The listener hears of a call's events when its work is done, so that it cannot leave it half done by raising.
+        It hears of every event; the first error is raised in the end."""
+        yield
+        failure: BaseException | None = None
+        while self._queue:
+            try:
+                self.listener(self._queue.popleft())
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _decode(self) -> Decode:
         if self._tokenizer is None:

@@ -103,6 +103,7 @@ class InterfaceDecoder:
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         own = dict(self.model.named_parameters())
+        weights = {name: weights[name].detach().float() for name in self._shapes}  # an error here changes nothing
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,13 @@ from longtail.errors import ExactNumericsUnavailable, UnsupportedModel
 from longtail.kernels.kv import empty_kv
 from longtail.kernels.linear import RowRule
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
-from longtail.partial_rollout.engines.native.decoder import Decoder, DecoderSpec, FusedDecoder, linear_shapes
+from longtail.partial_rollout.engines.native.decoder import (
+    STATIC_ROPE,
+    Decoder,
+    DecoderSpec,
+    FusedDecoder,
+    linear_shapes,
+)
 from longtail.partial_rollout.engines.native.interface import InterfaceDecoder
 from longtail.partial_rollout.engines.native.numerics import Numerics, row_rule
 from longtail.version import Fingerprint
@@ -68,6 +75,14 @@ def check_supported(config: Any) -> None:
     if layer_types or getattr(config, "layers_block_type", None):
         found = sorted(layer_types) or ["layers_block_type"]
         raise UnsupportedModel(f"model: {kind} has hybrid layers ({', '.join(found)}); not supported yet")
+    rope = getattr(config, "rope_parameters", None) or {}
+    variants = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    moving = {str(v["rope_type"]) for v in variants if "rope_type" in v} - STATIC_ROPE
+    if moving:
+        # Their angles depend on the longest position in the batch: a sample would depend on its neighbours.
+        raise UnsupportedModel(
+            f"model: {kind} has rotary embeddings of type {', '.join(sorted(moving))}; not supported"
+        )
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModel(f"model: {kind} uses latent attention (MLA), which the native engine does not run yet")
 
@@ -89,7 +104,12 @@ def build_decoder(
     decoder: Decoder
     decoder = FusedDecoder(model, spec, rule.backend) if use_fused else InterfaceDecoder(model, spec, rule.backend)
     probe = _Probe(decoder, rule, block_size)
-    got = probe.run([(ids.tolist(), [7, 1, 3])])[0]
+    try:
+        got = probe.run([(ids.tolist(), [7, 1, 3])])[0]
+    except (AttributeError, TypeError, RuntimeError, IndexError) as cause:
+        raise UnsupportedModel(
+            f"model: {type(model).__name__} does not run through transformers' attention interface ({cause!r})"
+        ) from cause
     error = (got - expected).abs().max().item()
     if not error <= 1e-3 * max(1.0, expected.abs().max().item()):
         raise UnsupportedModel(
@@ -147,7 +167,10 @@ def _spec(model: PreTrainedModel) -> DecoderSpec:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     eos = getattr(model.generation_config, "eos_token_id", None)
-    eos = config.eos_token_id if eos is None else eos
+    eos = getattr(config, "eos_token_id", None) if eos is None else eos
+    ids = eos if isinstance(eos, list | tuple) else (eos,)
+    if not getattr(config, "max_position_embeddings", None):
+        raise UnsupportedModel(f"model: {config.model_type} states no max_position_embeddings; not supported")
     return DecoderSpec(
         layers=config.num_hidden_layers,
         heads=heads,
@@ -155,18 +178,28 @@ def _spec(model: PreTrainedModel) -> DecoderSpec:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,)),
+        # Some configs name an EOS that their vocabulary does not have; it can never come.
+        eos_token_ids=tuple(i for i in ids if i is not None and 0 <= i < config.vocab_size),
     )
 
 
-def fingerprint(weights: Mapping[str, torch.Tensor]) -> Fingerprint:
-    """Checksum over names, shapes and all bytes of the weights (CRC-32 per tensor; about 2 GB/s)."""
-    total = 0
+def fingerprint(weights: Mapping[str, torch.Tensor], arithmetic: str) -> Fingerprint:
+    """Identity of the KV that these weights make: names, shapes and all bytes (CRC-32 per tensor, about 2 GB/s), and
+    `arithmetic`, whatever else the KV depends on (see `arithmetic_of`)."""
+    digest = hashlib.blake2b(arithmetic.encode(), digest_size=12)
     for name in sorted(weights):
-        tensor = weights[name].detach().contiguous()
-        header = f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode()
-        total = zlib.crc32(tensor.cpu().view(torch.uint8).numpy().reshape(-1).data, zlib.crc32(header, total))
-    return Fingerprint(f"{total:08x}")
+        tensor = weights[name].detach().float().contiguous().cpu()
+        checksum = zlib.crc32(tensor.view(torch.uint8).numpy().reshape(-1).data)
+        digest.update(f"{name}{tuple(tensor.shape)}{checksum:08x}".encode())
+    return Fingerprint(digest.hexdigest())
+
+
+def arithmetic_of(config: Any, decoder: Decoder, rule: RowRule, numerics: Numerics) -> str:
+    """What besides the weights decides the bits of the KV: the architecture's settings and the way it is computed."""
+    settings = {
+        k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version", "dtype")
+    }
+    return f"{sorted(settings.items(), key=str)} {type(decoder).__name__} {rule} {numerics}"
 
 
 def check_weights(shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -179,6 +212,10 @@ def check_weights(shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, A
     if unknown:
         raise ValueError(f"weights: the model has no parameter {', '.join(unknown[:3])}")
     for name, shape in shapes.items():
+        if not isinstance(weights[name], torch.Tensor) or not weights[name].is_floating_point():
+            raise ValueError(
+                f"weights: {name} must be a floating-point torch.Tensor, not {type(weights[name]).__name__}"
+            )
         if tuple(weights[name].shape) != shape:
             raise ValueError(f"weights: {name} has shape {tuple(weights[name].shape)}, the model needs {shape}")
-    return {name: weights[name] for name in shapes}
+    return {name: weights[name].detach().cpu() for name in shapes}

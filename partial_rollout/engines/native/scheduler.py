@@ -23,7 +23,7 @@ class Scheduled:
 
 
 class Scheduler:
-    """Owns `waiting` and `running`. `on_admit` and `on_preempt` are told of every change of a slot."""
+    """Owns `waiting` and `running`."""
 
     def __init__(
         self,
@@ -31,14 +31,17 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        on_admit: Callable[[Sequence], bool],
+        attach: Callable[[Sequence], bool],
+        on_admit: Callable[[Sequence], None],
         on_preempt: Callable[[Sequence], None],
     ) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.attach = attach
+        """Gives a sequence its KV (prefix, snapshot); False if there are not enough blocks now."""
         self.on_admit = on_admit
-        """Attaches the sequence to its KV (prefix, snapshot); False if there are not enough blocks now."""
+        """Told when a sequence has its slot and its blocks."""
         self.on_preempt = on_preempt
         """Saves and releases the sequence's KV."""
         self.waiting: deque[Sequence] = deque()
@@ -53,6 +56,7 @@ class Scheduler:
                 break
             if seq not in self.running:  # preempted for the sake of an earlier one
                 continue
+            assert seq.num_uncomputed_tokens >= 1, f"{seq.sample.id} has nothing to compute"
             count = min(seq.num_uncomputed_tokens, budget)
             while not self.kv.reserve(seq, seq.num_computed_tokens + count):
                 preempted = True
@@ -91,7 +95,7 @@ class Scheduler:
         for seq in self.waiting:
             if seq.sample.group_id in computing and seq.sample.snapshot is None:
                 continue
-            if not self.on_admit(seq):
+            if not self.attach(seq):
                 return None
             count = min(seq.num_uncomputed_tokens, budget)
             if not self.kv.reserve(seq, seq.num_computed_tokens + count):
@@ -99,5 +103,6 @@ class Scheduler:
                 return None
             self.waiting.remove(seq)
             self.running.append(seq)
+            self.on_admit(seq)
             return Scheduled(seq, count)
         return None
