@@ -336,3 +336,20 @@ def test_events_of_slots_pair_up_and_counts_are_rows(make_engine: EngineMaker) -
     rows = sum(e.num_tokens for e in events if e.kind == "step")
     needed = sum(60 + 30 - 1 for _ in samples)
     assert rows == needed + stats.num_recomputed_tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "interface"])
+def test_updated_engine_equals_one_made_of_the_new_weights(
+    make_engine: EngineMaker, kind: str, fused: bool | None
+) -> None:
+    """Tied and untied heads, fused projections and single ones, both ways of running a model."""
+    engine = make_engine(make_model(kind), fused=fused)
+    before = generate(engine, group("a", prompt(9)))[0]
+    engine.update_weights(make_model(kind, seed=1).state_dict(), 1)
+    after = generate(engine, group("b", prompt(9)))[0]
+    fresh = generate(make_engine(make_model(kind, seed=1), fused=fused), group("b", prompt(9)))[0]
+    assert_same(after, fresh)
+    assert before.output_ids != after.output_ids
+    engine.update_weights(make_model(kind).state_dict(), 2)
+    assert_same(generate(engine, group("a", prompt(9)))[0], before)  # and back
