@@ -91,7 +91,7 @@ class Rollout:
             self._generate(strategy, state)
         finally:  # also after an error or an interrupt: the engine is empty again, and nothing is lost
             self._pause([s for s in state.running.values() if not s.is_done], state)
-        groups = self.store.take_complete()
+        groups = self.store.complete()
         for group in groups:
             tokens = sum(len(s.output_ids) for s in group.samples)
             self.listener(
@@ -106,6 +106,7 @@ class Rollout:
             )
         total = sum(len(s.output_ids) for g in groups for s in g.samples)
         self._mark("iteration_end", num_seqs=len(groups), num_tokens=total)
+        self.store.hand_over(groups)  # last: whatever raised above, no complete group is lost
         self.iteration += 1
         return groups
 

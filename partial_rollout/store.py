@@ -53,13 +53,15 @@ class SampleStore:
     def unfinished(self) -> list[Sample]:
         return [sample for group in self._groups.values() for sample in group.samples if not sample.is_done]
 
-    def take_complete(self) -> list[Group]:
-        """Removes and returns the groups whose samples are all done."""
-        complete = [group for group in self._groups.values() if group.is_complete]
-        for group in complete:
+    def complete(self) -> list[Group]:
+        """The groups whose samples are all done."""
+        return [group for group in self._groups.values() if group.is_complete]
+
+    def hand_over(self, groups: Iterable[Group]) -> None:
+        """These groups are the caller's now; the store knows only their ids from here on."""
+        for group in groups:
             del self._groups[group.id]
             self._handed_over.add(group.id)
-        return complete
 
     def snapshot_bytes(self) -> int:
         """Host memory held by snapshots of paused samples."""

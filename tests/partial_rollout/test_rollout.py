@@ -220,10 +220,26 @@ def test_new_tokens_counts_this_iteration_only() -> None:
 def test_store_hands_over_once() -> None:
     store = SampleStore()
     store.add([group("a", prompt(3))])
-    assert store.take_complete() == []
+    assert store.complete() == []
     (sample,) = store.unfinished()
     sample.status, sample.finish_reason = "finished", "stop"
-    assert [g.id for g in store.take_complete()] == ["a"] and store.take_complete() == []
+    (complete,) = store.complete()
+    store.hand_over([complete])
+    assert store.complete() == [] and "a" in store and len(store) == 0
+
+
+def test_a_listener_that_raises_loses_no_group(make_engine: EngineMaker) -> None:
+    def listener(event: Event) -> None:
+        if event.kind == "hand_over" and not raised:
+            raised.append(event)
+            raise OSError("no space left on device")
+
+    raised: list[Event] = []
+    rollout = Rollout(make_engine(), listener=listener)
+    rollout.submit(groups())
+    with pytest.raises(OSError, match="no space left"):
+        rollout.collect()
+    assert len(rollout.collect()) == 6 and len(rollout.store) == 0
 
 
 @pytest.mark.parametrize(

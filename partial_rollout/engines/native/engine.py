@@ -28,7 +28,7 @@ from longtail.partial_rollout.engine import EngineStats, StepOutput
 from longtail.partial_rollout.engines.native import loader
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 from longtail.partial_rollout.engines.native.config import NativeConfig
-from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_end
+from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_end, check_sample
 from longtail.partial_rollout.engines.native.scheduler import Scheduled, Scheduler
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
@@ -125,33 +125,10 @@ class NativeEngine:
 
     def check(self, sample: Sample) -> None:
         """Raises the ValueError with which `add` would refuse this sample."""
-        who = f"sample {sample.id}"
         if sample.id in self._sequences:
-            raise ValueError(f"{who} is already in the engine; pause or abort it first")
-        if sample.is_done:
-            raise ValueError(f"{who} is {sample.status}; only unfinished samples can be added")
-        if len(sample.prompt_ids) >= self.max_model_len:
-            raise ValueError(
-                f"{who}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len {self.max_model_len} leaves "
-                "no room for output; shorten the prompt or raise max_model_len"
-            )
-        ids = (*sample.prompt_ids, *sample.output_ids, *sample.params.stop_token_ids)
-        worst = max(ids)
-        if worst >= self.spec.vocab_size:
-            raise ValueError(
-                f"{who}: token id {worst} is outside the vocabulary of {self.spec.vocab_size}; "
-                "was it made with another tokenizer?"
-            )
-        if sample.params.stop:
-            self._decode()  # fails now, not in the middle of a run, if there is no tokenizer
-        end = check_end(sample, self.spec.eos_token_ids, self.max_model_len, self._decode_or_none(sample))
-        if end is not None:
-            raise ValueError(f"{who} has already ended ({end.reason}); it is finished, not to be resumed")
-        if sample.versions and sample.versions[-1] > self._version:
-            raise ValueError(
-                f"{who} has tokens of version {sample.versions[-1]}, newer than the engine's {self._version}; "
-                "update the engine's weights first"
-            )
+            raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
+        decode = self._decode_or_none(sample)  # fails now, not in the middle of a run, if there is no tokenizer
+        check_sample(sample, self.spec, self.max_model_len, self._version, decode)
 
     def add(self, samples: Iterable[Sample]) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""

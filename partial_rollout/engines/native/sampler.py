@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from longtail.kernels.sample import SampleBatch, process_logits, sample, token_logprobs
+from longtail.partial_rollout.engines.native.decoder import DecoderSpec
 from longtail.sample import FinishReason, Sample
+from longtail.version import PolicyVersion
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -93,6 +95,34 @@ def check_end(s: Sample, eos_token_ids: tuple[int, ...], max_model_len: int, dec
     if s.num_tokens >= max_model_len:
         return End("length")
     return None
+
+
+def check_sample(
+    s: Sample, spec: DecoderSpec, max_model_len: int, version: PolicyVersion, decode: Decode | None
+) -> None:
+    """Raises a ValueError that names the sample, the field and the fix if the engine cannot (or need not) run it."""
+    who = f"sample {s.id}"
+    if s.is_done:
+        raise ValueError(f"{who} is {s.status}; only unfinished samples can be added")
+    if len(s.prompt_ids) >= max_model_len:
+        raise ValueError(
+            f"{who}: prompt_ids has {len(s.prompt_ids)} tokens, and max_model_len {max_model_len} leaves no room for "
+            "output; shorten the prompt or raise max_model_len"
+        )
+    worst = max((*s.prompt_ids, *s.output_ids, *s.params.stop_token_ids))
+    if worst >= spec.vocab_size:
+        raise ValueError(
+            f"{who}: token id {worst} is outside the vocabulary of {spec.vocab_size}; "
+            "was it made with another tokenizer?"
+        )
+    end = check_end(s, spec.eos_token_ids, max_model_len, decode)
+    if end is not None:
+        raise ValueError(f"{who} has already ended ({end.reason}); it is finished, not to be resumed")
+    if s.versions and s.versions[-1] > version:
+        raise ValueError(
+            f"{who} has tokens of version {s.versions[-1]}, newer than the engine's {version}; "
+            "update the engine's weights first"
+        )
 
 
 def _stop_string(output_ids: Sequence[int], stop: tuple[str, ...], decode: Decode) -> str | None:
