@@ -4,7 +4,7 @@ As shipped (3.7.1) the interpreter keeps bfloat16 as its bits in uint16 and comp
 of tensors without a word, gives 0 for masked-off lanes (undefined on a GPU) and runs programs one after the other, so
 that races between them cannot show. `install` changes that for the life of the process:
 
-- bfloat16: `tl.dot` multiplies in float32, casts to bfloat16 round to nearest even, any other arithmetic raises.
+- bfloat16: `tl.dot` multiplies in float32 and sums in order, casts to bfloat16 round to nearest even, any other arithmetic raises.
 - bounds: an access must lie within the tensor argument from which its pointer was computed.
 - races: no two programs of a launch may write one byte, and none may read a byte that another one writes.
 - masked-off lanes of a load without `other` are NaN, or large integers.
@@ -75,8 +75,15 @@ def _patch_bfloat16() -> None:
 
         return converted
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, _widened(a), _widened(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        a, b = _widened(a), _widened(b)
+        if a.data.ndim != 2 or 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
+            return dot(self, a, b, d, *rest)
+        # In order of k for every element: a row's bits depend on its place in numpy's product, not in a tensor core's.
+        left, right, total = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype), d.data.copy()
+        for k in range(left.shape[1]):
+            total += left[:, k, None] * right[None, k]
+        return I.TensorHandle(total, d.dtype.scalar)
 
     def get_bf16(self: Any, value: float) -> Any:
         return I.TensorHandle(float32_to_bfloat16(np.array([value], np.float32)), tl.bfloat16)

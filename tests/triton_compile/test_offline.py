@@ -11,6 +11,7 @@ import triton.language as tl
 
 from longtail.bench.offline_compile import TARGETS, Compiled, Target, compile_launches
 from longtail.kernels.activation import silu_mul_triton
+from longtail.kernels.attention import AttentionBatch, paged_attention_triton
 from longtail.kernels.kv import (
     copy_blocks_triton,
     empty_kv,
@@ -44,6 +45,12 @@ def silu_mul(dtype: torch.dtype) -> None:
     silu_mul_triton(torch.zeros(2, 2 * 1536, dtype=dtype))
 
 
+def attention(dtype: torch.dtype, dim: int = DIM, block_size: int = BLOCK_SIZE, group: int = 3) -> None:
+    kv = empty_kv(40, 2, HEADS, block_size, dim).to(dtype)
+    batch = AttentionBatch.build([1, 4], [300, 20], [list(range(300 // block_size + 1)), [39, 38]], group)
+    paged_attention_triton(torch.zeros(5, HEADS * group, dim, dtype=dtype), kv, 1, batch, block_size, dim**-0.5)
+
+
 CASES: dict[str, Callable[[torch.dtype], None]] = {
     "store_kv": store_kv,
     "store_kv_dim_128": lambda dtype: store_kv(dtype, 128),
@@ -54,9 +61,13 @@ CASES: dict[str, Callable[[torch.dtype], None]] = {
     "rms_norm_8192": lambda dtype: rms_norm(dtype, 8192),
     "rms_norm_32768": lambda dtype: rms_norm(dtype, 32768),
     "silu_mul": silu_mul,
+    "attention": attention,
+    "attention_dim_128": lambda dtype: attention(dtype, 128, group=8),
+    "attention_dim_256": lambda dtype: attention(dtype, 256),
+    "attention_blocks_of_64": lambda dtype: attention(dtype, block_size=64),
 }
 
-ALL_DTYPES = {"store_kv", "blocks", "rms_norm", "silu_mul"}
+ALL_DTYPES = {"attention", "store_kv", "blocks", "rms_norm", "silu_mul"}
 """The cases that run in every dtype; the others differ in shape only."""
 
 
@@ -72,9 +83,11 @@ def test_fit_for_the_target(target: str, case: str, dtype: str) -> None:
         print(
             f"{launch.kernel} {case} {dtype} {target}: warps {launch.num_warps}, registers {launch.registers}, spills "
             f"{launch.spills}, shared {launch.shared}, occupancy {launch.occupancy:.0%}, loads {launch.loads}, "
-            f"stores {launch.stores}"
+            f"stores {launch.stores}, tensor core {launch.tensor_core}"
         )
         assert launch.problems() == []
+        if launch.kernel == "_partition_kernel" and dtype != "float32":
+            assert launch.tensor_core > 0
         if case != "rms_norm_64":  # a row of 64 is 2 elements for each lane of a warp
             assert launch.loads.get(128, 0) > 0
             assert launch.stores.get(128, 0) > 0
