@@ -23,7 +23,7 @@ from numba import prange
 
 from longtail.kernels._numba import LANES, exp_nonpositive, jit
 from longtail.kernels._triton import jit as triton_jit
-from longtail.kernels._triton import next_power_of_2, on_device_of, tl
+from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, tl
 
 ROWS = 4
 """Query rows of a tile."""
@@ -38,8 +38,8 @@ another one might be another instruction, with other bits."""
 PARTITION = 256
 """KV tokens of a Triton program. Never a function of the batch."""
 
-STEP = 64
-"""KV tokens of one round of its online softmax; divides PARTITION."""
+MOST_BLOCK_SIZE = 64
+"""A block must be a power of two up to this."""
 
 LOG2_E = 1.4426950408889634
 
@@ -287,10 +287,9 @@ def paged_attention_triton(
         raise ValueError(
             f"paged_attention: q {tuple(q.shape)} does not fit kv {tuple(kv.shape)}, blocks of {block_size}"
         )
-    if dim > 256 or block_size > STEP or STEP % block_size:
-        raise ValueError(
-            f"paged_attention: head_dim {dim} (at most 256), block size {block_size} (a divisor of {STEP})"
-        )
+    if dim > 256 or MOST_BLOCK_SIZE % block_size:
+        what = f"head_dim {dim} (at most 256), block size {block_size} (a divisor of {MOST_BLOCK_SIZE})"
+        raise ValueError(f"paged_attention: {what}")
     group = heads // kv_heads
     plan = batch.plan = batch.plan or SplitPlan.build(batch, group, kv.device)
     q = q if q.stride(2) == 1 else q.contiguous()
@@ -302,7 +301,8 @@ def paged_attention_triton(
     block_d = max(next_power_of_2(dim), 16)
     acc = torch.empty(items, kv_heads, TILE, block_d, dtype=torch.float32, device=q.device)
     stats = torch.empty(items, kv_heads, 2, TILE, dtype=torch.float32, device=q.device)
-    num_warps = 4 if block_d <= 128 else 8
+    # KV tokens of a round, so that registers suffice: by dtype and head size, never by the batch.
+    step = 16 if q.dtype == torch.float32 else 64 if block_d <= 64 else 32
     with on_device_of(kv):
         _partition_kernel[(items, kv_heads)](
             q,
@@ -323,10 +323,11 @@ def paged_attention_triton(
             DIM=dim,
             BLOCK_SIZE=block_size,
             PARTITION=PARTITION,
-            STEP=STEP,
+            STEP=step,
+            UNIT=min(step, block_size),
             TILE=TILE,
             BLOCK_D=block_d,
-            num_warps=num_warps,
+            num_warps=4 if block_d <= 128 else 8,
             num_stages=2,
         )
         _combine_kernel[(tiles, kv_heads)](
@@ -340,7 +341,7 @@ def paged_attention_triton(
             DIM=dim,
             TILE=TILE,
             BLOCK_D=block_d,
-            num_warps=num_warps,
+            num_warps=num_warps_for(TILE * block_d),
         )
     return out
 
@@ -365,7 +366,8 @@ def _partition_kernel(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PARTITION: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr,  # KV tokens of a round
+    UNIT: tl.constexpr,  # of them in one block
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
@@ -385,23 +387,29 @@ def _partition_kernel(
     query = tl.load(q + q_at, mask=live[:, None] & (d < DIM)[None, :], other=0.0)
     last = tl.minimum(tl.max(context, axis=0), (part + 1) * PARTITION)
 
-    # A page is loaded as a dimension of its own, which tells the compiler that what follows its start is contiguous.
-    pages = tl.arange(0, STEP // BLOCK_SIZE)
-    offset = tl.arange(0, BLOCK_SIZE)
-    within = pages[:, None] * BLOCK_SIZE + offset[None, :]
+    # Tokens of one block are a dimension of their own, which tells the compiler that they lie next to each other.
+    unit = tl.arange(0, STEP // UNIT) * UNIT
+    offset = tl.arange(0, UNIT)
     k_base = kv + head * (BLOCK_SIZE * DIM)
     v_base = k_base + KV_HEADS * BLOCK_SIZE * DIM
     top = tl.full([TILE], -float("inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, BLOCK_D], tl.float32)
     for start in range(part * PARTITION, last, STEP):
-        table = tables + sequence * table_row + start // BLOCK_SIZE + pages
-        block = tl.load(table, mask=start + pages * BLOCK_SIZE < last, other=0).to(tl.int64) * kv_block
-        filled = start + within < last
-        k_at = k_base + block[None, :, None] + (d[:, None, None] * BLOCK_SIZE + offset[None, None, :])
-        key = tl.load(k_at, mask=filled[None, :, :] & (d < DIM)[:, None, None], other=0.0)
+        begin = start + unit
+        in_block = tl.multiple_of(begin % BLOCK_SIZE, UNIT)
+        exists = begin < last
+        table = tables + sequence * table_row + begin // BLOCK_SIZE
+        block = tl.load(table, mask=exists, other=0).to(tl.int64) * kv_block
+        # K of a block is read whole, so that the mask does not narrow the loads: what lies beyond `last` may be
+        # anything, in scores that are replaced below.
+        k_start = block + in_block
+        k_at = k_base + k_start[None, :, None] + (d[:, None, None] * BLOCK_SIZE + offset[None, None, :])
+        key = tl.load(k_at, mask=exists[None, :, None] & (d < DIM)[:, None, None], other=0.0)
         key = tl.reshape(key, [BLOCK_D, STEP]).to(query.dtype)
-        v_at = v_base + block[:, None, None] + (offset[None, :, None] * DIM + d[None, None, :])
+        v_start = block + in_block * DIM
+        v_at = v_base + v_start[:, None, None] + (offset[None, :, None] * DIM + d[None, None, :])
+        filled = begin[:, None] + offset[None, :] < last
         value = tl.load(v_at, mask=filled[:, :, None] & (d < DIM)[None, None, :], other=0.0)
         value = tl.reshape(value, [STEP, BLOCK_D]).to(query.dtype)
         scores = tl.dot(query, key, input_precision="ieee") * scale_log2

@@ -4,7 +4,8 @@ As shipped (3.7.1) the interpreter keeps bfloat16 as its bits in uint16 and comp
 of tensors without a word, gives 0 for masked-off lanes (undefined on a GPU) and runs programs one after the other, so
 that races between them cannot show. `install` changes that for the life of the process:
 
-- bfloat16: `tl.dot` multiplies in float32 and sums in order, casts to bfloat16 round to nearest even, any other arithmetic raises.
+- bfloat16: `tl.dot` multiplies in float32 (and, in any dtype, sums in order), casts to bfloat16 round to nearest even,
+  any other arithmetic raises.
 - bounds: an access must lie within the tensor argument from which its pointer was computed.
 - races: no two programs of a launch may write one byte, and none may read a byte that another one writes.
 - masked-off lanes of a load without `other` are NaN, or large integers.
