@@ -22,7 +22,9 @@ demo: $(VENV)/.stamp-model  ## run the benchmark on a real small model and write
 	@echo "The report is in $(OUT)"
 
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-model  ## run all tests, the slow ones too
-	$(bin)/pytest
+	@# Triton interprets or compiles, once decided for a process: three processes, and all of them run.
+	@failed=0; for part in tests tests/triton tests/triton_compile; do \
+	    echo "pytest $$part"; $(bin)/pytest $$part || failed=1; done; exit $$failed
 
 lint: $(VENV)/.stamp-dev  ## check style and imports
 	$(bin)/ruff check .

@@ -8,6 +8,11 @@ import numpy as np
 import torch
 
 from longtail.kernels._numba import exp_nonpositive, jit
+from longtail.kernels._triton import jit as triton_jit
+from longtail.kernels._triton import num_warps_for, on_device_of, tl
+
+COLUMNS = 2048
+"""Columns of a silu_mul program."""
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -17,7 +22,10 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [T, 2 I] -> [T, I]. CPU float32 takes the invariant kernel, anything else the reference."""
+    """gate_up: [..., 2 I] -> [..., I]. On a GPU the Triton kernel; on the CPU float32 rows [T, 2 I] take the invariant
+    kernel, anything else the reference."""
+    if gate_up.is_cuda:
+        return silu_mul_triton(gate_up)
     if gate_up.device.type != "cpu" or gate_up.dtype != torch.float32:
         return silu_mul_reference(gate_up)
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
@@ -35,3 +43,36 @@ def _silu_mul(gate_up: Any, out: Any) -> None:
             e = exp_nonpositive(-np.abs(g))  # exp of a non-positive number never overflows
             sigmoid = (one if g >= np.float32(0.0) else e) / (one + e)
             out[t, c] = g * sigmoid * gate_up[t, size + c]
+
+
+def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `silu_mul`."""
+    size = gate_up.shape[-1] // 2
+    if gate_up.shape[-1] != 2 * size:
+        raise ValueError(f"silu_mul: gate and up have different sizes in {tuple(gate_up.shape)}")
+    rows = gate_up.reshape(-1, 2 * size)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = torch.empty(rows.shape[0], size, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        with on_device_of(gate_up):
+            _silu_mul_kernel[(rows.shape[0], -(-size // COLUMNS))](
+                rows, out, rows.stride(0), size, BLOCK=COLUMNS, num_warps=num_warps_for(COLUMNS)
+            )
+    return out.view(*gate_up.shape[:-1], size)
+
+
+@triton_jit
+def _silu_mul_kernel(
+    gate_up: tl.tensor, out: tl.tensor, row_stride: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """A program makes BLOCK columns of one row; out is contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    gate = tl.load(gate_up + row * row_stride + column, mask=mask, other=0.0)
+    up = tl.load(gate_up + row * row_stride + size + column, mask=mask, other=0.0).to(tl.float32)
+    g = gate.to(tl.float32)
+    e = tl.exp(-tl.abs(g))  # exp of a non-positive number never overflows
+    silu = g * (tl.where(g >= 0, 1.0, e) / (1.0 + e))
+    silu = silu.to(gate.dtype).to(tl.float32)  # rounded between the two steps, as the reference does
+    tl.store(out + row * size + column, (silu * up).to(gate.dtype), mask=mask)

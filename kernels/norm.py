@@ -8,6 +8,11 @@ import numpy as np
 import torch
 
 from longtail.kernels._numba import LANES, jit
+from longtail.kernels._triton import jit as triton_jit
+from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, tl
+
+MOST_COLUMNS = 32_768
+"""Widest row of the Triton kernel, which keeps it in registers: 64 a thread."""
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -18,7 +23,10 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [T, H] -> [T, H]. CPU float32 contiguous takes the invariant kernel, anything else the reference."""
+    """x: [..., H], weight: [H] -> [..., H]. On a GPU the Triton kernel; on the CPU float32 rows [T, H] take the
+    invariant kernel, anything else the reference."""
+    if x.is_cuda:
+        return rms_norm_triton(x, weight, eps)
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32:
         return rms_norm_reference(x, weight, eps)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -45,3 +53,49 @@ def _rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
         scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
         for c in range(size):
             out[t, c] = weight[c] * (x[t, c] * scale)
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `rms_norm`. Reads x once. The order of the sum depends on H alone, so that a row's bits are its own."""
+    columns = x.shape[-1]
+    if weight.shape != (columns,) or columns > MOST_COLUMNS:
+        raise ValueError(f"rms_norm: rows of {columns} (at most {MOST_COLUMNS}) with weights {tuple(weight.shape)}")
+    rows = x.reshape(-1, columns)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = torch.empty(rows.shape, dtype=torch.result_type(x, weight), device=x.device)
+    if out.numel():
+        block = next_power_of_2(columns)
+        with on_device_of(x):
+            _rms_norm_kernel[(rows.shape[0],)](
+                rows,
+                weight.contiguous(),
+                out,
+                rows.stride(0),
+                eps,
+                COLUMNS=columns,
+                BLOCK=block,
+                num_warps=num_warps_for(block),
+            )
+    return out.view(x.shape)
+
+
+@triton_jit
+def _rms_norm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    x_row: tl.tensor,
+    eps: tl.tensor,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A program normalises one row; x_row is the stride of rows in elements, out is contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < COLUMNS
+    values = tl.load(x + row * x_row + column, mask=mask, other=0.0)
+    y = values.to(tl.float32)
+    y = y * (1.0 / tl.sqrt(tl.sum(y * y, axis=0) / COLUMNS + eps))
+    y = y.to(values.dtype).to(tl.float32)  # rounded before the weight is applied, as models were trained
+    w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * COLUMNS + column, (y * w).to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,20 @@
+"""Which tests need a process of their own: those are left out of a run unless they are named.
+
+Triton either interprets kernels or compiles them, decided once in a process, and the other tests want neither.
+`make test` runs all three parts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+OWN_PROCESS = {Path(__file__).parent / "triton", Path(__file__).parent / "triton_compile"}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path not in OWN_PROCESS:
+        return None
+    named = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    return None if any(collection_path in (path, *path.parents) for path in named) else True
