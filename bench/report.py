@@ -157,7 +157,7 @@ def _because(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     if speed > 1 + _SAME:
         share = _format("{:.0%}", pending)
         return f"though it generated {speed:.2f} times as fast: {share} of its tokens were still pending at the end"
-    if (other["bubble_share"] or 0) < (first["bubble_share"] or 0):
+    if (other["bubble_share"] or 0) < (first["bubble_share"] or 0) - _SAME:
         return f"because steps with fuller slots ({bubble} empty) cost more here, or resuming took what they saved"
     return f"because its slots were no fuller ({bubble} empty)"
 
