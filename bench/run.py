@@ -155,8 +155,9 @@ def _strategy(name: str, config: BenchConfig, measured: float | None) -> Strateg
 
 
 def _warm_up(engine: NativeEngine, config: BenchConfig) -> None:
-    """First calls compile and allocate; and no run may find the prefixes of the one before."""
-    prompt = list(range(5, 5 + 40))
+    """First calls compile and allocate; and no run may find the prefixes of the one before. The prompt is long enough
+    for the kernel that uses all threads, the few tokens after it take the one that does not."""
+    prompt = [5 + i % 90 for i in range(min(128, engine.max_model_len - 8))]
     engine.add(
         Group.from_prompt("warm-up", prompt, SamplingParams(n=min(2, config.slots), max_tokens=4, seed=1)).samples
     )
