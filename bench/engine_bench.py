@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longtail.bench.analysis import nearest_rank
 from longtail.bench.machine import describe
 from longtail.bench.models import resolve_model
 from longtail.errors import LongtailError
@@ -111,8 +112,8 @@ class Run:
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """p20, p50 and p80 by nearest rank: the value of rank ceil(p / 100 x n) in ascending order."""
-    ordered = sorted(values)
-    return {f"p{p}": ordered[-(-p * len(ordered) // 100) - 1] for p in (20, 50, 80)}
+    found = {f"p{p}": nearest_rank(values, p) for p in (20, 50, 80)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:

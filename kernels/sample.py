@@ -100,9 +100,9 @@ def sample(
     Raises ValueError naming the row if a row holds NaN or +inf or excludes every token. With `faults`, such rows are
     put there with the reason (token -1, log-probability NaN), and the other rows are sampled as ever.
     """
-    rows = logits.shape[0]
     if logits.device.type != "cpu" or logits.dtype != torch.float32:
         return sample_reference(logits, batch)
+    rows = logits.shape[0]
     tokens, logprobs, status = np.empty(rows, np.int64), np.empty(rows, np.float32), np.zeros(rows, np.int32)
     _sample(logits.numpy(), batch.temperatures, batch.seeds, batch.positions, tokens, logprobs, status)
     for row in np.flatnonzero(status).tolist():

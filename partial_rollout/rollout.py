@@ -138,8 +138,9 @@ class Rollout:
             sample = strategy.next_sample(state)
             if sample is None:
                 break
+            queue = state.paused if sample.status == "paused" else state.fresh
             self.engine.add([sample])
-            (state.paused if sample in state.paused else state.fresh).remove(sample)
+            queue.remove(sample)
             state.started_with[sample.id] = len(sample.output_ids)
             state.running[sample.id] = sample
 

@@ -20,8 +20,6 @@ class Sequence:
     """Owned by the engine's scheduler; `block_table` by the KV manager."""
 
     sample: Sample
-    arrival: int
-    """Order of arrival; breaks ties."""
     num_computed_tokens: int = 0
     block_table: list[int] = dataclasses.field(default_factory=list)
     kv: KVSource = "computed"

@@ -32,7 +32,7 @@ def make_seq(prompt: list[int], output: list[int] | None = None, name: str = "g/
     sample = Sample(id=name, group_id="g", index=0, prompt_ids=tuple(prompt), params=SamplingParams(), seed=0)
     for token in output or []:
         sample.append(token, -1.0, 0, "e", "computed")  # type: ignore[arg-type]
-    return Sequence(sample, 0)
+    return Sequence(sample)
 
 
 def write(kv: KVManager, seq: Sequence, start: int, stop: int, base: float = 0.0) -> None:

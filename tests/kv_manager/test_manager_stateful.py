@@ -168,7 +168,7 @@ class ManagerMachine(RuleBasedStateMachine):
         sample = Sample(
             id=f"s{self.count}", group_id="g", index=0, prompt_ids=self.prompt, params=SamplingParams(), seed=self.count
         )
-        self.waiting.append(Record(Sequence(sample, self.count)))
+        self.waiting.append(Record(Sequence(sample)))
         self.note(self.waiting[-1])
 
     @precondition(lambda self: self.waiting and len(self.running) < MOST_RUNNING)

@@ -167,8 +167,10 @@ def test_snapshot_of_older_weights_is_not_used(make_engine: EngineMaker) -> None
     engine.pause()
     assert sample.snapshot is not None
     engine.update_weights(other_weights(), 3)
+    events: list[Event] = []
+    engine.listener = events.append
     run(engine, [sample])
-    assert engine.stats().num_restored_tokens == 0
+    assert engine.stats().num_restored_tokens == 0 and not [e for e in events if e.kind == "restore"]
     assert sample.segments[-1].kv == "recomputed" and sample.versions[8:] == [3] * 12
 
 

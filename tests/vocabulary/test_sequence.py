@@ -23,21 +23,21 @@ def make_sample(output_ids: list[int]) -> Sample:
 
 
 def test_a_fresh_sequence_has_its_prompt_to_compute() -> None:
-    seq = Sequence(make_sample([]), arrival=0)
+    seq = Sequence(make_sample([]))
     assert seq.token_ids == [5, 6, 7]
     assert (seq.num_tokens, seq.num_computed_tokens, seq.num_uncomputed_tokens) == (3, 0, 3)
     assert seq.block_table == []
 
 
 def test_a_resumed_sequence_knows_its_output_too() -> None:
-    seq = Sequence(make_sample([8, 9]), arrival=0, num_computed_tokens=4)
+    seq = Sequence(make_sample([8, 9]), num_computed_tokens=4)
     assert seq.token_ids == [5, 6, 7, 8, 9]
     assert (seq.num_tokens, seq.num_uncomputed_tokens) == (5, 1)
 
 
 def test_token_ids_are_the_sequences_own_list() -> None:
     sample = make_sample([8])
-    seq = Sequence(sample, arrival=0)
+    seq = Sequence(sample)
     seq.token_ids.append(9)
     assert sample.output_ids == [8]
     assert seq.num_tokens == 5

@@ -68,8 +68,6 @@ class _Layer:
 
 
 FUSED_LAYERS = frozenset({"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer"})
-STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary variants whose angles depend on the position alone."""
 
 
 class FusedDecoder:
@@ -94,11 +92,9 @@ class FusedDecoder:
         layers = getattr(getattr(model, "model", None), "layers", None)
         if not layers or {type(layer).__name__ for layer in layers} - FUSED_LAYERS:
             return False
-        rope = getattr(model.config, "rope_parameters", None) or {}
         attention = layers[0].self_attn
         return (
             model.config.hidden_act == "silu"
-            and rope.get("rope_type", "default") in STATIC_ROPE
             and attention.head_dim % 2 == 0
             and attention.q_proj.out_features % attention.head_dim == 0
         )
@@ -107,42 +103,36 @@ class FusedDecoder:
         return dict(self._shapes)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        def vector(name: str) -> torch.Tensor | None:
-            return weights[name].detach().float().clone() if name in self._shapes else None
+        def vector(name: str) -> torch.Tensor:
+            return weights[name].detach().float().clone()
+
+        def optional(name: str) -> torch.Tensor | None:
+            return vector(name) if name in self._shapes else None
 
         def linear(*names: str) -> PackedLinear:
-            biases = [weights[f"{n}.bias"].detach().float() for n in names if f"{n}.bias" in self._shapes]
-            if biases and len(biases) != len(
-                names
-            ):  # a fused projection has one bias vector: zeros where there is none
-                biases = [
-                    weights[f"{n}.bias"].detach().float()
-                    if f"{n}.bias" in self._shapes
-                    else torch.zeros(self._shapes[f"{n}.weight"][0])
-                    for n in names
-                ]
-            parts = [weights[f"{n}.weight"].detach().float() for n in names]
-            return PackedLinear(parts, torch.cat(biases) if biases else None, self.backend)
-
-        def required(name: str) -> torch.Tensor:
-            return weights[name].detach().float().clone()
+            bias = None
+            if any(f"{n}.bias" in self._shapes for n in names):  # one vector for all: zeros where a part has none
+                biases = [optional(f"{n}.bias") for n in names]
+                sizes = [self._shapes[f"{n}.weight"][0] for n in names]
+                bias = torch.cat([torch.zeros(n) if b is None else b for b, n in zip(biases, sizes, strict=True)])
+            return PackedLinear([weights[f"{n}.weight"].detach().float() for n in names], bias, self.backend)
 
         layers = []
         for i in range(self.spec.layers):
             p = f"model.layers.{i}"
             layers.append(
                 _Layer(
-                    input_norm=required(f"{p}.input_layernorm.weight"),
+                    input_norm=vector(f"{p}.input_layernorm.weight"),
                     qkv=linear(f"{p}.self_attn.q_proj", f"{p}.self_attn.k_proj", f"{p}.self_attn.v_proj"),
-                    q_norm=vector(f"{p}.self_attn.q_norm.weight"),
-                    k_norm=vector(f"{p}.self_attn.k_norm.weight"),
+                    q_norm=optional(f"{p}.self_attn.q_norm.weight"),
+                    k_norm=optional(f"{p}.self_attn.k_norm.weight"),
                     o=linear(f"{p}.self_attn.o_proj"),
-                    post_norm=required(f"{p}.post_attention_layernorm.weight"),
+                    post_norm=vector(f"{p}.post_attention_layernorm.weight"),
                     gate_up=linear(f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj"),
                     down=linear(f"{p}.mlp.down_proj"),
                 )
             )
-        embedding, norm = required("model.embed_tokens.weight"), required("model.norm.weight")
+        embedding, norm = vector("model.embed_tokens.weight"), vector("model.norm.weight")
         lm_head = linear("lm_head" if "lm_head.weight" in self._shapes else "model.embed_tokens")
         # All or nothing: an error above leaves the old weights in place.
         self.layers, self.embedding, self.norm, self.lm_head = layers, embedding, norm, lm_head

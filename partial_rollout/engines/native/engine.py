@@ -104,7 +104,6 @@ class NativeEngine:
         self.sampler = Sampler(spec.eos_token_ids, config.logprobs_mode == "raw")
         self._version = PolicyVersion(0)
         self._sequences: dict[str, Sequence] = {}
-        self._arrivals = 0
         self._lock = threading.RLock()
         self._queue: deque[Event] = deque()
         self._counts = dict.fromkeys(("steps", "output", "recomputed", "restored", "cached", "preemptions"), 0)
@@ -139,8 +138,7 @@ class NativeEngine:
             if len({s.id for s in batch}) < len(batch):
                 raise ValueError("samples: two samples have the same id; every sample needs its own")
             for sample in batch:
-                self._arrivals += 1
-                seq = Sequence(sample, self._arrivals)
+                seq = Sequence(sample)
                 self._sequences[sample.id] = seq
                 self.scheduler.waiting.append(seq)
                 sample.status = "waiting"
@@ -172,6 +170,7 @@ class NativeEngine:
         tokens, logprobs, faults = self.sampler(logits, samples) if sampled else ((), (), {})
         sample_end = self.now()
         prefill = self._advance(scheduled)
+        context = sum(item.seq.num_computed_tokens for item in scheduled)
         finished = []
         for i, (seq, token, logprob) in enumerate(zip(sampled, tokens, logprobs, strict=True)):
             if i in faults:
@@ -183,7 +182,6 @@ class NativeEngine:
         made = len(sampled) - len(faults)
         self._counts["steps"] += 1
         self._counts["output"] += made
-        attention = batch.attention
         self._queue.append(
             Event(
                 "step",
@@ -193,7 +191,7 @@ class NativeEngine:
                 num_seqs=len(scheduled),
                 num_tokens=sum(item.num_tokens for item in scheduled),
                 num_prefill_tokens=prefill,
-                num_context_tokens=int(attention.context_lens[attention.cu_seqlens[1:].long() - 1].sum()),
+                num_context_tokens=context,
                 num_output_tokens=made,
                 model_seconds=model_end - model_start,
                 sample_seconds=sample_end - model_end,
@@ -247,10 +245,7 @@ class NativeEngine:
             else:
                 for seq in reversed(list(self.scheduler.running)):
                     self.scheduler.running.remove(seq)
-                    self._leave_slot(seq)
-                    self._emit("preempt", seq, num_tokens=seq.num_computed_tokens, detail="weight update")
-                    self.kv.release(seq)
-                    seq.sample.status = "waiting"
+                    self._back_to_waiting(seq, "weight update")
                     self.scheduler.waiting.appendleft(seq)
             self._queue.append(Event("update", start, self.now() - start, self.name, value=version))
 
@@ -292,7 +287,7 @@ class NativeEngine:
         sequence and the pool, so that it can be taken back (`kv.release`) and tried again."""
         self.kv.attach(seq)
         seq.num_cached_tokens = seq.num_computed_tokens
-        seq.num_restored_tokens = 0
+        seq.num_restored_tokens, seq.restore_seconds = 0, 0.0
         seq.kv = "recomputed" if seq.sample.output_ids else "computed"
         seq.refused = None
         snapshot = seq.sample.snapshot
@@ -315,11 +310,11 @@ class NativeEngine:
     def _admitted(self, seq: Sequence) -> None:
         """The sequence has its slot and its blocks: records it."""
         sample = seq.sample
-        if sample.snapshot is not None:
+        if seq.kv in ("restored", "kept") or seq.refused is not None:
             detail = "" if seq.refused is None else f"refused: {seq.refused}"
             at, took = self.now() - seq.restore_seconds, seq.restore_seconds
             self._emit("restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
-            sample.snapshot = None
+        sample.snapshot = None
         if sample.output_ids:
             self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
         self._counts["cached"] += seq.num_cached_tokens
@@ -333,8 +328,11 @@ class NativeEngine:
     def _preempt(self, seq: Sequence) -> None:
         self._counts["preemptions"] += 1
         seq.sample.snapshot = self._save(seq) if self.config.preemption == "snapshot" else None
+        self._back_to_waiting(seq, "out of blocks")
+
+    def _back_to_waiting(self, seq: Sequence, cause: str) -> None:
         self._leave_slot(seq)
-        self._emit("preempt", seq, num_tokens=seq.num_computed_tokens, detail="out of blocks")
+        self._emit("preempt", seq, num_tokens=seq.num_computed_tokens, detail=cause)
         self.kv.release(seq)
         seq.sample.status = "waiting"
 

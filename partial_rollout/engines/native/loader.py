@@ -16,7 +16,6 @@ from longtail.kernels.kv import empty_kv
 from longtail.kernels.linear import RowRule
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 from longtail.partial_rollout.engines.native.decoder import (
-    STATIC_ROPE,
     Decoder,
     DecoderSpec,
     FusedDecoder,
@@ -28,6 +27,10 @@ from longtail.version import Fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary variants whose angles depend on the position alone."""
 
 
 def load_model(model: str | Path | PreTrainedModel) -> tuple[PreTrainedModel, str | None]:
