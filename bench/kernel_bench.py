@@ -1,0 +1,152 @@
+"""`longtail bench kernels`: times of the kernels against what the machine can do, in one run.
+
+On a GPU every op's Triton kernel is timed (`triton.testing.do_bench`, cold L2) against its roofline: the time that its
+least bytes take at the measured copy bandwidth, or its operations at the measured matmul rate, whichever is longer.
+On a CPU the CPU paths are timed, and their rate stands beside the read bandwidth that was measured right before each.
+Nothing that a CPU run prints says anything about a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longtail.bench.analysis import nearest_rank
+from longtail.bench.kernel_cases import DTYPES, Call, Case, Form
+from longtail.bench.kernel_case_list import CASES
+from longtail.bench.machine import describe
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+READ_BYTES = 512 << 20
+"""Read for the bandwidth: more than any cache holds."""
+QUANTILES = (0.2, 0.5, 0.8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelBenchConfig:
+    """Checked at construction."""
+
+    ops: tuple[str, ...] = ()
+    """Names of ops; none: all."""
+    dtypes: tuple[str, ...] = ()
+    """None: bfloat16 on a GPU, float32 (what the CPU paths take) on a CPU."""
+    repeats: int = 15
+    """On a CPU; a GPU is measured for a fixed time."""
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        known = {case.op for case in CASES}
+        if wrong := [op for op in self.ops if op not in known]:
+            raise ValueError(f"ops: {', '.join(wrong)} unknown; there are {', '.join(sorted(known))}")
+        if wrong := [name for name in self.dtypes if name not in DTYPES]:
+            raise ValueError(f"dtypes: {', '.join(wrong)} unknown; there are {', '.join(DTYPES)}")
+        for name in ("repeats", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+def run(config: KernelBenchConfig, progress: Callable[[str], None] = lambda text: None) -> Iterator[dict[str, Any]]:
+    """One row of results for each case and dtype, as soon as it is measured."""
+    machine = describe()
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+        measure: Callable[[Case, str], Iterator[dict[str, Any]]] = GpuBench(machine).measure
+        dtypes = config.dtypes or ("bfloat16",)
+    else:
+        if config.threads is not None:
+            import numba
+
+            torch.set_num_threads(config.threads)
+            numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+            machine["threads"] = config.threads
+        measure = CpuBench(machine, config.repeats).measure
+        dtypes = config.dtypes or ("float32",)
+    for case in CASES:
+        for dtype in dtypes:
+            if (not config.ops or case.op in config.ops) and dtype in case.dtypes:
+                progress(f"{case.name} {dtype}")
+                yield from measure(case, dtype)
+
+
+def _row(case: Case, dtype: str, sizes: dict[str, int], contestant: str, call: Call, ms: dict[str, float]) -> dict[str, Any]:
+    return {
+        "op": case.op,
+        "case": case.what,
+        "sizes": sizes,
+        "dtype": dtype,
+        "contestant": contestant,
+        "milliseconds": ms,
+        "least_bytes": call.least,
+        "gigabytes_per_second": call.least / ms["p50"] / 1e6,
+        "teraflops": call.flops / ms["p50"] / 1e9,
+    }
+
+
+class CpuBench:
+    def __init__(self, machine: dict[str, Any], repeats: int) -> None:
+        self.machine, self.repeats = machine, repeats
+        self.memory = torch.ones(READ_BYTES // 4)
+
+    def measure(self, case: Case, dtype: str) -> Iterator[dict[str, Any]]:
+        if not case.on_cpu or dtype != "float32":
+            return
+        call = case.make(Form(torch.device("cpu"), "cpu", DTYPES[dtype]), case.cpu)
+        call.op()  # compiles
+        own, reads = [], []
+        for _ in range(self.repeats):
+            start = time.perf_counter()
+            self.memory.sum()
+            middle = time.perf_counter()
+            call.op()
+            end = time.perf_counter()
+            reads.append(READ_BYTES / (middle - start))
+            own.append(end - middle)
+        ms = {f"p{int(q * 100)}": nearest_rank(sorted(own), q) * 1e3 for q in QUANTILES}
+        row = _row(case, dtype, case.cpu, "cpu", call, ms)
+        shares = sorted(call.least / seconds / bandwidth for seconds, bandwidth in zip(own, reads, strict=True))
+        row["read_gigabytes_per_second"] = nearest_rank(sorted(reads), 0.5) / 1e9
+        row["share_of_bandwidth"] = {f"p{int(q * 100)}": nearest_rank(shares, q) for q in QUANTILES}
+        row["machine"] = self.machine
+        yield row
+
+
+class GpuBench:
+    def __init__(self, machine: dict[str, Any]) -> None:
+        from triton.testing import do_bench
+
+        self.machine, self.do_bench = machine, do_bench
+        source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        machine["copy_gigabytes_per_second"] = 2 * source.nbytes / self._ms(lambda: target.copy_(source))["p50"] / 1e6
+        for name, dtype in DTYPES.items():
+            a = torch.randn(8192, 8192, device="cuda").to(dtype)
+            machine[f"matmul_teraflops_{name}"] = 2 * 8192**3 / self._ms(lambda a=a: a @ a)["p50"] / 1e9
+
+    def _ms(self, function: Callable[[], Any]) -> dict[str, float]:
+        times = self.do_bench(function, quantiles=list(QUANTILES))
+        return {f"p{int(q * 100)}": float(t) for q, t in zip(QUANTILES, times, strict=True)}
+
+    def measure(self, case: Case, dtype: str) -> Iterator[dict[str, Any]]:
+        call = case.make(Form(torch.device("cuda"), "triton", DTYPES[dtype]), case.full)
+        contestants = {"triton": call.op, **call.rivals}
+        for name, function in contestants.items():
+            function()
+            row = _row(case, dtype, case.full, name, call, self._ms(function))
+            by_memory = call.least / (self.machine["copy_gigabytes_per_second"] * 1e6)
+            by_compute = call.flops / (self.machine[f"matmul_teraflops_{dtype}"] * 1e9)
+            row["roofline_ms"] = max(by_memory, by_compute)
+            row["share_of_roofline"] = row["roofline_ms"] / row["milliseconds"]["p50"]
+            row["machine"] = self.machine
+            yield row
+        del call, contestants
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,76 @@
+"""What each kernel is measured, compiled and counted on: shapes, tensors, calls, bytes.
+
+One list serves `longtail bench kernels` (times), its `--compile` (machine code), the tests on a GPU (results against
+the reference) and the test of the byte counts, so that all of them speak of the same launches.
+
+Bytes. `least` is what any implementation must move: every input element once, every output element once. `moved` is
+what our Triton kernels move by their access pattern: for each program and each load or store the distinct bytes it
+touches, whether cache or memory serves them. tests/triton/test_bytes.py counts the latter in the interpreter and
+compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+Sizes = dict[str, int]
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Form:
+    """Where and in which layout the tensors of a case are made."""
+
+    device: torch.device
+    path: Literal["cpu", "triton"]
+    """Of the cache's layout: cpu for the numba kernels, triton for launches (on a GPU, in the interpreter, or to be
+    compiled)."""
+    dtype: torch.dtype
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(math.prod(shape) % 2**31)
+        return torch.randn(*shape, generator=generator).to(dtype or self.dtype).to(self.device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One op on one set of tensors. `op`, `launch` and `reference` return what is to be equal."""
+
+    op: Callable[[], Any]
+    """The dispatching function."""
+    launch: Callable[[], Any]
+    """Triton's launching function, whatever the device."""
+    reference: Callable[[], Any]
+    tokens: int
+    """Query tokens, rows or positions: what "per token" divides by."""
+    least: int
+    """Bytes."""
+    moved: int
+    """Bytes, of the Triton kernels."""
+    flops: int = 0
+    """Multiply-adds count two; 0 where memory alone is the limit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    op: str
+    what: str
+    make: Callable[[Form, Sizes], Call]
+    full: Sizes
+    """On a GPU and for the compiler: shapes of a 7B-class model."""
+    cpu: Sizes
+    """Shapes of SmolLM2-135M."""
+    small: Sizes
+    """For the interpreter, which takes about 8 ms a program."""
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    on_cpu: bool = True
+    """Whether the CPU has a fast path of its own (the reference is not worth timing)."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.what}".strip()
