@@ -41,8 +41,8 @@ def paged_attention_cpu(
     """See `paged_attention`; head_dim a multiple of 4, block size of 16."""
     if not fits_cpu(q, kv, block_size):
         raise ValueError(
-            "paged_attention: the CPU kernel takes float32, a 5-D cache, a head_dim that is a multiple of 4 and a block "
-            f"size that is one of {LANES}; got q {q.dtype} {tuple(q.shape)}, kv {kv.dtype} {tuple(kv.shape)}, blocks "
+            "paged_attention: the CPU kernel takes float32, a 5-D cache, a head_dim that is a multiple of 4 and a block"
+            f" size that is one of {LANES}; got q {q.dtype} {tuple(q.shape)}, kv {kv.dtype} {tuple(kv.shape)}, blocks "
             f"of {block_size}: take backend 'reference'"
         )
     check_shapes(q, kv, block_size, variant, None)

@@ -263,7 +263,7 @@ def _partition_kernel(
         key = tl.load(kv_head + at[None, :] + d[:, None], mask=exists[None, :] & (d < DIM)[:, None], other=0)
         v_at = at[:, None] + (KV_HEADS * BLOCK_SIZE * DIM + d[None, :])
         value = tl.load(kv_head + v_at, mask=exists[:, None] & (d < DIM)[None, :], other=0)
-        if FORMAT:
+        if FORMAT != "":
             scale_at = scales + block * scales_block + head * BLOCK_SIZE + in_block
             key_scale = tl.load(scale_at, mask=exists, other=0.0)
             value_scale = tl.load(scale_at + KV_HEADS * BLOCK_SIZE, mask=exists, other=0.0)

@@ -227,7 +227,7 @@ def _store_kv_kernel(
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     k_out = kv + block * kv_block + head * (BLOCK_SIZE * DIM) + offset * DIM
     v_out = k_out + HEADS * BLOCK_SIZE * DIM
-    if FORMAT:
+    if FORMAT != "":
         key, key_scale = quantise_rows(key.to(tl.float32), FORMAT)
         value, value_scale = quantise_rows(value.to(tl.float32), FORMAT)
         scale_out = scales + block * scales_block + head * BLOCK_SIZE + offset
