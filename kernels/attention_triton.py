@@ -15,7 +15,7 @@ import torch
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, tl
 from longtail.kernels.attention_batch import PLAIN, AttentionBatch, AttentionVariant, check_shapes
-from longtail.kernels.kv_quant import as_bytes, code_format, decode
+from longtail.kernels.kv_quant import as_bytes, code_format, decode, unit_of
 
 TILE = 16
 """Query rows of a program, the fewest that a tensor core takes. One size for decode, verification and prefill: another
@@ -120,7 +120,7 @@ def paged_attention_triton(
     block_d = max(next_power_of_2(dim), 16)
     acc = torch.empty(items, kv_heads, TILE, block_d, dtype=torch.float32, device=q.device)
     stats = torch.empty(items, kv_heads, 2, TILE, dtype=torch.float32, device=q.device)
-    # KV tokens of a round, so that registers suffice: by dtype and head size, never by the batch.
+    # KV tokens of a round, warps and stages, so that registers suffice: by dtypes and head size, never by the batch.
     step = 16 if q.dtype == torch.float32 else 64 if block_d <= 64 else 32
     form, kv = code_format(kv.dtype), as_bytes(kv)
     with on_device_of(kv):
@@ -149,6 +149,7 @@ def paged_attention_triton(
             DIM=dim,
             BLOCK_SIZE=block_size,
             FORMAT=form,
+            BOOST=64.0 if form == "int8" and q.dtype == torch.float16 else 1.0,
             WINDOW=variant.window > 0,
             TREE=plan.tree_masks is not None,
             SOFTCAP=variant.softcap > 0,
@@ -156,8 +157,8 @@ def paged_attention_triton(
             STEP=step,
             TILE=TILE,
             BLOCK_D=block_d,
-            num_warps=4 if block_d <= 128 else 8,
-            num_stages=2,
+            num_warps=8 if block_d > 128 or (form and q.dtype != torch.float32) else 4,
+            num_stages=1 if form and q.dtype == torch.float32 else 2,
         )
         _combine_kernel[(tiles, kv_heads)](
             acc,
@@ -216,6 +217,7 @@ def _partition_kernel(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     FORMAT: tl.constexpr,  # see code_format
+    BOOST: tl.constexpr,  # keeps p * value_scale within float16's normal numbers
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -246,6 +248,7 @@ def _partition_kernel(
         start_at = tl.maximum(start_at, lowest // STEP * STEP)
     if TREE:
         tree = tl.load(tree_masks + token, mask=live, other=0)
+        tree_low, tree_high = tree.to(tl.int32), (tree >> 32).to(tl.int32)
         base = tl.load(tree_bases + token, mask=live, other=0)
 
     kv_head = kv + head * (BLOCK_SIZE * DIM)
@@ -265,19 +268,20 @@ def _partition_kernel(
         value = tl.load(kv_head + v_at, mask=exists[:, None] & (d < DIM)[None, :], other=0)
         if FORMAT != "":
             scale_at = scales + block * scales_block + head * BLOCK_SIZE + in_block
-            key_scale = tl.load(scale_at, mask=exists, other=0.0)
-            value_scale = tl.load(scale_at + KV_HEADS * BLOCK_SIZE, mask=exists, other=0.0)
-            key = decode(key, FORMAT).to(query.dtype)  # exact; the scale goes to the scores
-            value = decode(value, FORMAT) * value_scale[:, None]
+            key_scale = tl.load(scale_at, mask=exists, other=0.0) * unit_of(FORMAT)
+            value_scale = tl.load(scale_at + KV_HEADS * BLOCK_SIZE, mask=exists, other=0.0) * (unit_of(FORMAT) * BOOST)
+            key, value = decode(key, query.dtype, FORMAT), decode(value, query.dtype, FORMAT)
             scores = tl.dot(query, key, input_precision="ieee") * (key_scale * factor)[None, :]
         else:
             scores = tl.dot(query, key.to(query.dtype), input_precision="ieee") * factor
         if SOFTCAP:
             scores = _tanh(scores) * cap_log2
-        seen = position[None, :] < context[:, None]
         if TREE:
-            bit = tl.minimum(tl.maximum(position[None, :] - base[:, None], 0), 63).to(tl.int64)  # bit 63 is never set
-            seen = seen & ((position[None, :] < base[:, None]) | (((tree[:, None] >> bit) & 1) != 0))
+            bit = tl.minimum(tl.maximum(position[None, :] - base[:, None], 0), 63)  # bit 63 is never set
+            word = tl.where(bit < 32, tree_low[:, None], tree_high[:, None])
+            seen = (position[None, :] < base[:, None]) | (((word >> (bit & 31)) & 1) != 0)
+        else:
+            seen = position[None, :] < context[:, None]
         if WINDOW:
             seen = seen & (position[None, :] >= low[:, None])
         scores = tl.where(seen, scores, -float("inf"))
@@ -286,8 +290,12 @@ def _partition_kernel(
         shrink = tl.exp2(top - shift)
         p = tl.exp2(scores - shift[:, None])
         total = total * shrink + tl.sum(p, axis=1)
+        if FORMAT != "":
+            p = p * value_scale[None, :]
         acc = acc * shrink[:, None] + tl.dot(p.to(query.dtype), value.to(query.dtype), input_precision="ieee")
         top = above
+    if FORMAT != "":
+        acc = acc / BOOST
     at_out = item * KV_HEADS + head
     tl.store(out_stats + at_out * (2 * TILE) + m, top)
     tl.store(out_stats + at_out * (2 * TILE) + TILE + m, total)

@@ -88,13 +88,19 @@ def _encode_e4m3(y: tl.tensor) -> tl.tensor:
 
 
 @triton_jit
-def decode(codes: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """uint8 -> float32, the codes' values (exact in float16 and bfloat16 too)."""
+def decode(codes: tl.tensor, dtype: tl.constexpr, FORMAT: tl.constexpr) -> tl.tensor:
+    """uint8 -> the codes' values / unit_of(FORMAT), exact in float16, bfloat16 and float32."""
     if FORMAT == "e4m3":
         bits = codes.to(tl.uint16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        values = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        values = tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
+        half = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half)  # NaN
+        values = half.to(tl.uint16).to(tl.float16, bitcast=True).to(dtype)
     else:
-        values = codes.to(tl.int8, bitcast=True).to(tl.float32)
+        values = codes.to(tl.int8, bitcast=True).to(dtype)
     return values
+
+
+@triton_jit
+def unit_of(FORMAT: tl.constexpr) -> tl.constexpr:
+    """By which `decode`'s values have yet to be multiplied, best with the scale."""
+    return 256.0 if FORMAT == "e4m3" else 1.0
