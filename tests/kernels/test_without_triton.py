@@ -17,7 +17,7 @@ assert cache.sum() == 8
 norm.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6)
 activation.silu_mul(torch.ones(1, 4))
 try:
-    kv.store_kv_triton(ones, ones, cache, 0, torch.tensor([5]), 16)
+    kv.store_kv_triton(ones, ones, kv.empty_kv(2, 1, 1, 16, 4, layout="hnd"), 0, torch.tensor([5]), 16)
 except ModuleNotFoundError as error:
     print(error)
 """
