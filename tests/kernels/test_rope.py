@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,75 @@ def test_rope_store_kv_rows_do_not_depend_on_the_batch(norm: bool) -> None:
         )
         assert torch.equal(one, q[row])
     assert torch.equal(together, alone)
+
+
+# ---- the reference
+
+
+@pytest.mark.parametrize("rank", [5, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rotary", [20, 12])
+def test_the_reference_is_the_formula(rotary: int, dtype: torch.dtype, rank: int) -> None:
+    """Row by row in float64, rounded where the module says; every dtype, both layouts of the cache, partial rotary."""
+    tokens, heads, kv_heads, block, dim = 3, 3, 1, 4, 20
+    qkv, (cos, sin) = randn(tokens, 5 * dim, seed=3).to(dtype), rope_tables(30, rotary)
+    qw, kw = (1 + randn(2, dim, seed=4) / 4).to(dtype)
+    positions, slots = torch.tensor([29, 0, 7]), torch.tensor([9, -1, 2])
+    shape = (block * dim,) if rank == 5 else (block, dim)
+    kv = torch.full((BLOCKS, LAYERS, 2, kv_heads, *shape), -7.0).to(torch.bfloat16)
+    q = rope_store_kv(qkv, cos, sin, positions, qw, kw, 1e-6, kv, 1, slots, block, heads, kv_heads)
+    assert q.dtype == dtype
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    half = rotary // 2
+    for t in range(tokens):
+        for h in range(heads + kv_heads):
+            x = qkv[t, h * dim : (h + 1) * dim].double()
+            x = (x / (x.square().mean() + 1e-6).sqrt()).to(dtype).double()
+            x = (x * (qw if h < heads else kw)).to(dtype).double()
+            c, s = cos[positions[t]].double(), sin[positions[t]].double()
+            low, high = x[:half], x[half:rotary]
+            x = torch.cat([low * c - high * s, high * c + low * s, x[rotary:]])
+            if h < heads:
+                torch.testing.assert_close(q[t, h].double(), x, rtol=tolerance, atol=tolerance)
+            elif t == 0:  # slot 9 is block 2, offset 1
+                k = kv[2, 1, 0, 0].view(dim, block)[:, 1] if rank == 5 else kv[2, 1, 0, 0, 1]
+                torch.testing.assert_close(k.double(), x, rtol=1.6e-2, atol=1.6e-2)
+    v = kv[2, 1, 1, 0].view(block, dim)[1]
+    assert torch.equal(v, qkv[0, 4 * dim :].to(torch.bfloat16))
+    assert (kv != -7).sum() == 2 * 2 * dim  # two slots, k and v, and nothing else
+
+
+def test_partial_rotary_on_the_cpu_is_the_reference() -> None:
+    qkv, (cos, sin) = randn(3, 5 * 20, seed=3), rope_tables(30, 12)
+    positions, slots = torch.tensor([29, 0, 7]), torch.tensor([9, -1, 2])
+    args = (qkv, cos, sin, positions, 1 + randn(20, seed=4) / 4, 1 + randn(20, seed=5) / 4, 1e-6)
+    ours, theirs = make_kv(1, 4, 20), make_kv(1, 4, 20)
+    q = rope_store_kv(*args, ours, 1, slots, 4, 3, 1)
+    torch.testing.assert_close(q, rope_store_kv_reference(*args, theirs, 1, slots, 4, 3, 1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_misuse_is_named() -> None:
+    cos, weight, kv, one = torch.ones(4, 4), torch.ones(8), make_kv(1, 4, 8), torch.tensor([0])
+
+    def call(**changed: Any) -> None:
+        given = {"qkv": torch.ones(1, 24), "cos": cos, "sin": cos, "positions": one, "q_weight": weight} | {
+            "k_weight": weight,
+            "eps": 1e-6,
+            "kv": kv,
+            "layer": 0,
+            "slots": one,
+        }
+        rope_store_kv(**(given | changed), block_size=4, heads=1, kv_heads=1)
+
+    call()
+    with pytest.raises(ValueError, match="both q_weight and k_weight, or neither"):
+        call(k_weight=None)
+    with pytest.raises(ValueError, match=r"q_weight \(9,\) must be \[8\]"):
+        call(q_weight=torch.ones(9))
+    with pytest.raises(ValueError, match="do not fit 1 heads and 1 KV heads"):
+        call(qkv=torch.ones(1, 27))
+    with pytest.raises(ValueError, match=r"must be \[max positions, at most 4\]"):
+        call(cos=torch.ones(4, 5), sin=torch.ones(4, 5))
+    with pytest.raises(ValueError, match="one of each for the 1 rows of qkv"):
+        call(slots=torch.tensor([0, 1]))
