@@ -22,7 +22,7 @@ from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_o
 
 PROGRAM_ELEMENTS = 2048
 """Elements of a row that one program takes: with 2 warps, two 16-byte loads of bfloat16 a thread from each half of the
-heads."""
+heads (one where a warp has 64 lanes)."""
 
 
 def rope_store_kv(
@@ -272,7 +272,7 @@ def rope_store_kv_triton(
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=block_half,
             BLOCK_REST=next_power_of_2(dim - 2 * half),
-            num_warps=num_warps_for(block_heads * block_half),  # 16-byte loads of each half where a warp has 64 lanes too
+            num_warps=num_warps_for(block_heads * block_half),
         )
     return q
 
