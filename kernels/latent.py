@@ -167,6 +167,14 @@ def _tiles(batch: AttentionBatch, heads: int) -> np.ndarray:
     return np.ascontiguousarray(tiles[np.concatenate([order[0::2], order[1::2]])], np.int32)
 
 
+@jit()
+def _row(latent: Any, layer: Any, table: Any, position: Any, block_size: Any, longest: Any, blank: Any) -> Any:
+    """The latent of a position; beyond the last one that a tile sees the cache may hold anything, NaN included."""
+    if position < longest:
+        return latent[table[position // block_size], layer, position % block_size]
+    return blank
+
+
 @functools.cache
 def _kernel(rank: int, rope: int, parallel: bool) -> Callable[..., None]:
     """The kernel for one size of latents, which are constants to the compiler."""
@@ -190,13 +198,15 @@ def _kernel(rank: int, rope: int, parallel: bool) -> Callable[..., None]:
         for tile in prange(tiles.shape[0]):
             first, end = tiles[tile, 1], tiles[tile, 2]
             table = tables[tiles[tile, 0]]
-            # Everything is [.., row]: the loops over rows vectorise, and what a latent is multiplied with is a scalar.
+            # [.., row] where loops run over rows: they vectorise, and what rows are multiplied with is a scalar.
             query = np.empty(WIDTH * R, np.float32)
-            acc = np.zeros(RANK * R, np.float32)
             scores = np.empty(C * R, np.float32)
+            acc = np.zeros(R * RANK, np.float32)
+            blank = np.zeros(WIDTH, np.float32)
             own = np.empty(R, np.int32)
             top = np.full(R, np.float32(-1e30), np.float32)
             above = np.empty(R, np.float32)
+            shrink = np.empty(R, np.float32)
             total = np.zeros(R, np.float32)
             longest = 0
             for r in range(R):
@@ -209,95 +219,108 @@ def _kernel(rank: int, rope: int, parallel: bool) -> Callable[..., None]:
                 for d in range(WIDTH - RANK):
                     query[(RANK + d) * R + r] = q_rope[token, head, d] * scale
             for start in range(0, longest, C):
-                n = min(C, longest - start)  # beyond it the block may hold anything, NaN included
-                whole = n - n % 4
-                for i in range(n * R):
+                for i in range(C * R):
                     scores[i] = np.float32(0.0)
-                for c in range(0, whole, 4):
-                    p = start + c
-                    k0 = latent[table[p // block_size], layer, p % block_size]
-                    k1 = latent[table[(p + 1) // block_size], layer, (p + 1) % block_size]
-                    k2 = latent[table[(p + 2) // block_size], layer, (p + 2) % block_size]
-                    k3 = latent[table[(p + 3) // block_size], layer, (p + 3) % block_size]
-                    o = c * R
+                for c in range(0, C, 8):
+                    p, o = start + c, c * R
+                    k0 = _row(latent, layer, table, p, block_size, longest, blank)
+                    k1 = _row(latent, layer, table, p + 1, block_size, longest, blank)
+                    k2 = _row(latent, layer, table, p + 2, block_size, longest, blank)
+                    k3 = _row(latent, layer, table, p + 3, block_size, longest, blank)
+                    k4 = _row(latent, layer, table, p + 4, block_size, longest, blank)
+                    k5 = _row(latent, layer, table, p + 5, block_size, longest, blank)
+                    k6 = _row(latent, layer, table, p + 6, block_size, longest, blank)
+                    k7 = _row(latent, layer, table, p + 7, block_size, longest, blank)
                     for d in range(0, WIDTH, 4):
                         a0, a1, a2, a3 = k0[d], k0[d + 1], k0[d + 2], k0[d + 3]
                         b0, b1, b2, b3 = k1[d], k1[d + 1], k1[d + 2], k1[d + 3]
                         c0, c1, c2, c3 = k2[d], k2[d + 1], k2[d + 2], k2[d + 3]
                         d0, d1, d2, d3 = k3[d], k3[d + 1], k3[d + 2], k3[d + 3]
+                        e0, e1, e2, e3 = k4[d], k4[d + 1], k4[d + 2], k4[d + 3]
+                        f0, f1, f2, f3 = k5[d], k5[d + 1], k5[d + 2], k5[d + 3]
+                        g0, g1, g2, g3 = k6[d], k6[d + 1], k6[d + 2], k6[d + 3]
+                        h0, h1, h2, h3 = k7[d], k7[d + 1], k7[d + 2], k7[d + 3]
                         for r in range(R):
                             q0, q1 = query[d * R + r], query[(d + 1) * R + r]
                             q2, q3 = query[(d + 2) * R + r], query[(d + 3) * R + r]
-                            s0, s1 = scores[o + r], scores[o + R + r]
-                            s2, s3 = scores[o + 2 * R + r], scores[o + 3 * R + r]
-                            s0 = s0 + q0 * a0
-                            s1 = s1 + q0 * b0
-                            s2 = s2 + q0 * c0
-                            s3 = s3 + q0 * d0
-                            s0 = s0 + q1 * a1
-                            s1 = s1 + q1 * b1
-                            s2 = s2 + q1 * c1
-                            s3 = s3 + q1 * d1
-                            s0 = s0 + q2 * a2
-                            s1 = s1 + q2 * b2
-                            s2 = s2 + q2 * c2
-                            s3 = s3 + q2 * d2
-                            scores[o + r] = s0 + q3 * a3
-                            scores[o + R + r] = s1 + q3 * b3
-                            scores[o + 2 * R + r] = s2 + q3 * c3
-                            scores[o + 3 * R + r] = s3 + q3 * d3
-                for c in range(whole, n):
-                    p = start + c
-                    k0 = latent[table[p // block_size], layer, p % block_size]
-                    for d in range(WIDTH):
-                        for r in range(R):
-                            scores[c * R + r] = scores[c * R + r] + query[d * R + r] * k0[d]
+                            s = scores[o + r] + q0 * a0
+                            s = s + q1 * a1
+                            s = s + q2 * a2
+                            scores[o + r] = s + q3 * a3
+                            s = scores[o + R + r] + q0 * b0
+                            s = s + q1 * b1
+                            s = s + q2 * b2
+                            scores[o + R + r] = s + q3 * b3
+                            s = scores[o + 2 * R + r] + q0 * c0
+                            s = s + q1 * c1
+                            s = s + q2 * c2
+                            scores[o + 2 * R + r] = s + q3 * c3
+                            s = scores[o + 3 * R + r] + q0 * d0
+                            s = s + q1 * d1
+                            s = s + q2 * d2
+                            scores[o + 3 * R + r] = s + q3 * d3
+                            s = scores[o + 4 * R + r] + q0 * e0
+                            s = s + q1 * e1
+                            s = s + q2 * e2
+                            scores[o + 4 * R + r] = s + q3 * e3
+                            s = scores[o + 5 * R + r] + q0 * f0
+                            s = s + q1 * f1
+                            s = s + q2 * f2
+                            scores[o + 5 * R + r] = s + q3 * f3
+                            s = scores[o + 6 * R + r] + q0 * g0
+                            s = s + q1 * g1
+                            s = s + q2 * g2
+                            scores[o + 6 * R + r] = s + q3 * g3
+                            s = scores[o + 7 * R + r] + q0 * h0
+                            s = s + q1 * h1
+                            s = s + q2 * h2
+                            scores[o + 7 * R + r] = s + q3 * h3
                 for r in range(R):
                     above[r] = top[r]
-                for c in range(n):
+                for c in range(C):
                     for r in range(R):
                         s = scores[c * R + r] if start + c < own[r] else np.float32(-1e30)
                         scores[c * R + r] = s
                         above[r] = s if s > above[r] else above[r]
                 for r in range(R):
-                    top[r] = exp_nonpositive(top[r] - above[r])
-                    total[r] = total[r] * top[r]
-                for d in range(RANK):
-                    for r in range(R):
-                        acc[d * R + r] = acc[d * R + r] * top[r]
-                for r in range(R):
+                    shrink[r] = exp_nonpositive(top[r] - above[r])
+                    total[r] = total[r] * shrink[r]
                     top[r] = above[r]
-                for c in range(n):
+                for c in range(C):
                     for r in range(R):
                         x = scores[c * R + r] - top[r]
                         e = exp_nonpositive(x) + (x - x)  # zero, or the NaN that the exponential does not carry
                         scores[c * R + r] = e
                         total[r] = total[r] + e
-                for c in range(0, whole, 4):
-                    p = start + c
-                    k0 = latent[table[p // block_size], layer, p % block_size]
-                    k1 = latent[table[(p + 1) // block_size], layer, (p + 1) % block_size]
-                    k2 = latent[table[(p + 2) // block_size], layer, (p + 2) % block_size]
-                    k3 = latent[table[(p + 3) // block_size], layer, (p + 3) % block_size]
-                    o = c * R
+                for r in range(R):
                     for d in range(RANK):
-                        v0, v1, v2, v3 = k0[d], k1[d], k2[d], k3[d]
-                        for r in range(R):
-                            a = acc[d * R + r]
-                            a = a + scores[o + r] * v0
-                            a = a + scores[o + R + r] * v1
-                            a = a + scores[o + 2 * R + r] * v2
-                            acc[d * R + r] = a + scores[o + 3 * R + r] * v3
-                for c in range(whole, n):
-                    p = start + c
-                    k0 = latent[table[p // block_size], layer, p % block_size]
-                    for d in range(RANK):
-                        for r in range(R):
-                            acc[d * R + r] = acc[d * R + r] + scores[c * R + r] * k0[d]
+                        acc[r * RANK + d] = acc[r * RANK + d] * shrink[r]
+                for c in range(0, C, 4):
+                    p, o = start + c, c * R
+                    k0 = _row(latent, layer, table, p, block_size, longest, blank)
+                    k1 = _row(latent, layer, table, p + 1, block_size, longest, blank)
+                    k2 = _row(latent, layer, table, p + 2, block_size, longest, blank)
+                    k3 = _row(latent, layer, table, p + 3, block_size, longest, blank)
+                    for r in range(0, R, 2):
+                        a0, a1 = scores[o + r], scores[o + R + r]
+                        a2, a3 = scores[o + 2 * R + r], scores[o + 3 * R + r]
+                        b0, b1 = scores[o + r + 1], scores[o + R + r + 1]
+                        b2, b3 = scores[o + 2 * R + r + 1], scores[o + 3 * R + r + 1]
+                        i, j = r * RANK, (r + 1) * RANK
+                        for d in range(RANK):
+                            v0, v1, v2, v3 = k0[d], k1[d], k2[d], k3[d]
+                            s = acc[i + d] + a0 * v0
+                            s = s + a1 * v1
+                            s = s + a2 * v2
+                            acc[i + d] = s + a3 * v3
+                            s = acc[j + d] + b0 * v0
+                            s = s + b1 * v1
+                            s = s + b2 * v2
+                            acc[j + d] = s + b3 * v3
             for r in range(min(R, end - first)):
                 token, head = (first + r) // heads, (first + r) % heads
                 share = np.float32(1.0) / total[r]
                 for d in range(RANK):
-                    out[token, head, d] = acc[d * R + r] * share
+                    out[token, head, d] = acc[r * RANK + d] * share
 
     return attend

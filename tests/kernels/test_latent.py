@@ -74,7 +74,12 @@ class World:
 
 
 def expanded(
-    q_nope: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    c: torch.Tensor,
+    k_rope: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
 ) -> torch.Tensor:
     """Ordinary causal attention of the last rows on K and V of every head, built from the latents."""
     k = torch.cat([torch.einsum("nr,hdr->hnd", c, w_uk), k_rope.expand(len(w_uk), -1, -1)], dim=2)
