@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError:
     triton = tl = None
 
-__all__ = ["jit", "next_power_of_2", "num_warps_for", "on_device_of", "tl"]
+__all__ = ["compiles_for_amd", "jit", "next_power_of_2", "num_warps_for", "on_device_of", "tl"]
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -41,3 +41,11 @@ def next_power_of_2(n: int) -> int:
 def num_warps_for(elements: int) -> int:
     """Warps for a tile: 16 elements a thread, two 16-byte loads of bfloat16 (one where a warp has 64 lanes)."""
     return min(max(next_power_of_2(elements) // (32 * 16), 1), 16)
+
+
+def compiles_for_amd() -> bool:
+    """Whether launches on the present device are compiled for an AMD GPU, whose compiler pipelines loads through
+    registers instead of shared memory, so that other numbers of stages and warps fit."""
+    from triton.runtime import driver
+
+    return not triton.knobs.runtime.interpret and driver.active.get_current_target().backend == "hip"

@@ -23,10 +23,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from longtail.kernels._numba import LANES, jit
+from longtail.kernels._numba import jit
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, tl
 from longtail.kernels.kv_quant import as_bytes, check_scales, code_format, quantise_rows, quantise_rows_reference
@@ -235,145 +234,6 @@ def _store_kv_kernel(
         tl.store(scale_out + HEADS * BLOCK_SIZE, value_scale, mask=live)
     tl.store(k_out[:, None] + d[None, :], key, mask=mask)
     tl.store(v_out[:, None] + d[None, :], value, mask=mask)
-
-
-def rope_store_kv_reference(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    kv: torch.Tensor,
-    layer: int,
-    slots: torch.Tensor,
-    block_size: int,
-    heads: int,
-    kv_heads: int,
-) -> torch.Tensor:
-    """See `rope_store_kv`."""
-    from longtail.kernels.norm import rms_norm_reference
-
-    tokens, dim = qkv.shape[0], cos.shape[1] * 2
-    q, k, v = qkv.view(tokens, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
-    if q_weight is not None and k_weight is not None:
-        q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
-    c, s = cos[positions][:, None].repeat(1, 1, 2), sin[positions][:, None].repeat(1, 1, 2)
-
-    def rotate(x: torch.Tensor) -> torch.Tensor:
-        low, high = x.chunk(2, dim=-1)
-        return x * c + torch.cat((-high, low), dim=-1) * s
-
-    store_kv_reference(rotate(k), v, kv, layer, slots, block_size)
-    return rotate(q).contiguous()
-
-
-def rope_store_kv(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    kv: torch.Tensor,
-    layer: int,
-    slots: torch.Tensor,
-    block_size: int,
-    heads: int,
-    kv_heads: int,
-) -> torch.Tensor:
-    """Splits a fused projection, normalises q and k per head where weights are given (Qwen3), rotates them (RoPE in the
-    half-split form, Su et al. 2021), writes k and v into the cache and returns q.
-
-    qkv: [T, (heads + 2 kv_heads) * head_dim]; cos, sin: [max positions, head_dim / 2]; positions, slots: int64 [T];
-    q_weight, k_weight: [head_dim] or None -> q: [T, heads, head_dim].
-    """
-    if kv.device.type != "cpu" or kv.dtype != torch.float32 or (q_weight is None) != (k_weight is None):
-        return rope_store_kv_reference(
-            qkv, cos, sin, positions, q_weight, k_weight, eps, kv, layer, slots, block_size, heads, kv_heads
-        )
-    dim = cos.shape[1] * 2
-    q = torch.empty(qkv.shape[0], heads, dim)
-    norm = q_weight is not None
-    _rope_store_kv(
-        qkv.contiguous().numpy(),
-        cos.numpy(),
-        sin.numpy(),
-        positions.numpy(),
-        norm,
-        (q_weight if q_weight is not None else cos[0]).numpy(),
-        (k_weight if k_weight is not None else cos[0]).numpy(),
-        np.float32(eps),
-        kv.numpy(),
-        layer,
-        slots.numpy(),
-        block_size,
-        kv_heads,
-        q.numpy(),
-    )
-    return q
-
-
-@jit()
-def _rope_store_kv(
-    qkv: Any,
-    cos: Any,
-    sin: Any,
-    positions: Any,
-    norm: Any,
-    q_weight: Any,
-    k_weight: Any,
-    eps: Any,
-    kv: Any,
-    layer: Any,
-    slots: Any,
-    block_size: Any,
-    kv_heads: Any,
-    q_out: Any,
-) -> None:
-    tokens, heads, dim = q_out.shape
-    half = dim // 2
-    row = np.empty(dim, np.float32)
-    lanes = np.empty(LANES, np.float32)
-    for t in range(tokens):
-        position = positions[t]
-        slot = slots[t]
-        block = slot // block_size
-        offset = slot % block_size
-        for h in range(heads + kv_heads):
-            base = h * dim
-            for d in range(dim):
-                row[d] = qkv[t, base + d]
-            if norm:
-                for i in range(LANES):
-                    lanes[i] = np.float32(0.0)
-                for d in range(dim):
-                    lanes[d % LANES] += row[d] * row[d]
-                total = np.float32(0.0)
-                for i in range(LANES):
-                    total += lanes[i]
-                scale = np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps)
-                for d in range(dim):
-                    weight = q_weight[d] if h < heads else k_weight[d]
-                    row[d] = weight * (row[d] * scale)
-            for d in range(half):
-                low, high = row[d], row[d + half]
-                c, s = cos[position, d], sin[position, d]
-                row[d] = low * c - high * s
-                row[d + half] = high * c + low * s
-            if h < heads:
-                for d in range(dim):
-                    q_out[t, h, d] = row[d]
-            elif slot >= 0:
-                for d in range(dim):
-                    kv[block, layer, 0, h - heads, d * block_size + offset] = row[d]
-        if slot >= 0:
-            for h in range(kv_heads):
-                base = (heads + kv_heads + h) * dim
-                for d in range(dim):
-                    kv[block, layer, 1, h, offset * dim + d] = qkv[t, base + d]
 
 
 def copy_blocks_reference(kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:

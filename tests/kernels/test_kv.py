@@ -1,8 +1,6 @@
-"""store_kv, rope_store_kv, and the copying, gathering and scattering of blocks."""
+"""store_kv, and the copying, gathering and scattering of blocks."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -11,8 +9,6 @@ from longtail.kernels.kv import (
     copy_blocks,
     empty_kv,
     gather_blocks,
-    rope_store_kv,
-    rope_store_kv_reference,
     scatter_blocks,
     store_kv,
     store_kv_reference,
@@ -75,82 +71,6 @@ def test_store_kv_padding_only() -> None:
     store_kv(randn(3, 2, 4), randn(3, 2, 4), kv, 0, torch.full((3,), -1), 16)
     store_kv(randn(0, 2, 4), randn(0, 2, 4), kv, 0, torch.empty(0, dtype=torch.int64), 16)
     assert torch.equal(kv, make_kv(2, 16, 4))
-
-
-# ---- rope_store_kv
-
-
-def rope_tables(positions: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = torch.outer(torch.arange(positions).float(), 10000.0 ** (-torch.arange(0, dim, 2).float() / dim))
-    return angles.cos(), angles.sin()
-
-
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "block", "dim"), [(1, 1, 16, 16), (9, 3, 16, 64), (4, 1, 32, 20), (2, 2, 16, 6)]
-)
-def test_rope_store_kv_is_the_reference(heads: int, kv_heads: int, block: int, dim: int, norm: bool) -> None:
-    tokens = 6
-    qkv = randn(tokens, (heads + 2 * kv_heads) * dim, seed=3) * 3
-    cos, sin = rope_tables(50, dim)
-    positions = torch.tensor([0, 1, 49, 7, 7, 0])
-    slots = torch.tensor([5, 4 * block - 1, -1, block, 0, -1])
-    qw, kw = (1 + randn(dim, seed=4) / 4, 1 + randn(dim, seed=5) / 4) if norm else (None, None)
-    ours, theirs = make_kv(kv_heads, block, dim), make_kv(kv_heads, block, dim)
-    q = rope_store_kv(qkv, cos, sin, positions, qw, kw, 1e-6, ours, 1, slots, block, heads, kv_heads)
-    expected = rope_store_kv_reference(qkv, cos, sin, positions, qw, kw, 1e-6, theirs, 1, slots, block, heads, kv_heads)
-    torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    written = torch.zeros(BLOCKS, block, dtype=torch.bool)
-    written.view(-1)[slots[slots >= 0]] = True
-    k_stays = ours.view(BLOCKS, LAYERS, 2, kv_heads, dim, block)[:, 1, 0].permute(0, 3, 1, 2)[~written]
-    k_before = make_kv(kv_heads, block, dim).view(BLOCKS, LAYERS, 2, kv_heads, dim, block)[:, 1, 0]
-    assert torch.equal(k_stays, k_before.permute(0, 3, 1, 2)[~written])
-    assert torch.equal(ours[:, [0, 2]], make_kv(kv_heads, block, dim)[:, [0, 2]])  # other layers
-
-
-def test_rope_store_kv_by_hand() -> None:
-    """A quarter turn: (low, high) becomes (-high, low). One head, head dim 2; V is stored as it is."""
-    cos, sin = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])
-    kv = torch.zeros(1, 1, 2, 1, 16 * 2)
-    qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
-    q = rope_store_kv(qkv, cos, sin, torch.tensor([1]), None, None, 1e-6, kv, 0, torch.tensor([2]), 16, 1, 1)
-    assert q.tolist() == [[[-2.0, 1.0]]]
-    assert kv[0, 0, 0, 0].view(2, 16)[:, 2].tolist() == [-4.0, 3.0]
-    assert kv[0, 0, 1, 0].view(16, 2)[2].tolist() == [5.0, 6.0]
-    q = rope_store_kv(qkv, cos, sin, torch.tensor([0]), None, None, 1e-6, kv, 0, torch.tensor([2]), 16, 1, 1)
-    assert q.tolist() == [[[1.0, 2.0]]]
-
-
-def test_rope_store_kv_norm_by_hand() -> None:
-    """(3, 4) has mean square 12.5; q's weight doubles, k's leaves alone; position 0 does not turn."""
-    cos, sin = torch.ones(1, 1), torch.zeros(1, 1)
-    kv = torch.zeros(1, 1, 2, 1, 16 * 2)
-    q_weight, k_weight = torch.tensor([2.0, 2.0]), torch.tensor([1.0, 1.0])
-    qkv = torch.tensor([[3.0, 4.0, 3.0, 4.0, 3.0, 4.0]])
-    zero = torch.tensor([0])
-    q = rope_store_kv(qkv, cos, sin, zero, q_weight, k_weight, 0.0, kv, 0, zero, 16, 1, 1)
-    root = math.sqrt(12.5)
-    assert q.flatten().tolist() == pytest.approx([6 / root, 8 / root])
-    assert kv[0, 0, 0, 0].view(2, 16)[:, 0].tolist() == pytest.approx([3 / root, 4 / root])
-    assert kv[0, 0, 1, 0].view(16, 2)[0].tolist() == [3.0, 4.0]  # values are not normalised
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_rope_store_kv_rows_do_not_depend_on_the_batch(norm: bool) -> None:
-    tokens, heads, kv_heads, block, dim = 9, 3, 1, 16, 20
-    qkv, (cos, sin) = randn(tokens, 5 * dim, seed=6), rope_tables(30, dim)
-    positions, slots = torch.arange(tokens) * 3, torch.arange(tokens) * 5
-    qw, kw = (randn(dim, seed=7), randn(dim, seed=8)) if norm else (None, None)
-    together, alone = make_kv(kv_heads, block, dim), make_kv(kv_heads, block, dim)
-    q = rope_store_kv(qkv, cos, sin, positions, qw, kw, 1e-5, together, 0, slots, block, heads, kv_heads)
-    for t in reversed(range(tokens)):
-        row = slice(t, t + 1)
-        one = rope_store_kv(
-            qkv[row], cos, sin, positions[row], qw, kw, 1e-5, alone, 0, slots[row], block, heads, kv_heads
-        )
-        assert torch.equal(one, q[row])
-    assert torch.equal(together, alone)
 
 
 # ---- blocks

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 from longtail.kernels.activation import silu_mul
 from longtail.kernels.attention import paged_attention
-from longtail.kernels.kv import rope_store_kv
 from longtail.kernels.linear import Backend, PackedLinear
 from longtail.kernels.norm import rms_norm
+from longtail.kernels.rope import rope_store_kv
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 
 if TYPE_CHECKING:
