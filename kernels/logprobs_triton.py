@@ -101,7 +101,7 @@ def token_logprobs_backward_triton(
 def scale_of(temperatures: tl.tensor, row: tl.tensor) -> tl.tensor:
     """1 / temperature, and 1 for temperature 0."""
     t = tl.load(temperatures + row)
-    return tl.where(t == 0.0, 1.0, 1.0 / t)
+    return 1.0 / tl.where(t == 0.0, 1.0, t)
 
 
 @triton_jit
@@ -138,7 +138,7 @@ def _chunk_kernel(
     tl.store(at, top)
     tl.store(at + CHUNKS, tl.sum(e, axis=0))
     if ENTROPY:
-        tl.store(at + 2 * CHUNKS, tl.sum(tl.where(e > 0.0, e * y, 0.0), axis=0))
+        tl.store(at + 2 * CHUNKS, tl.sum(e * tl.where(e == 0.0, 0.0, y), axis=0))
 
 
 @triton_jit
@@ -172,7 +172,7 @@ def _combine_kernel(
     tl.store(results + 2 * stride + row, log_total)
     if ENTROPY:
         sums = tl.load(at + 2 * CHUNKS, mask=live, other=0.0)
-        shifted = tl.where(weights > 0.0, weights * (sums + totals * (tops - top)), 0.0)
+        shifted = weights * (sums + totals * tl.where(weights == 0.0, 0.0, tops - top))
         tl.store(results + 3 * stride + row, log_total - tl.sum(tl.where(live, shifted, 0.0), axis=0) / total)
 
 
@@ -206,6 +206,6 @@ def _gradient_kernel(
     g = tl.load(grads + row)
     grad = tl.where(column == tl.load(tokens + row), g, 0.0) - p * g
     if ENTROPY:
-        part = p * (logp + tl.load(entropies + row)) * tl.load(entropy_grads + row)
-        grad -= tl.where(p == 0.0, 0.0, part)  # NaN is not 0 and stays
+        above = tl.where(p == 0.0, 0.0, logp) + tl.load(entropies + row)  # NaN is not 0 and stays
+        grad -= p * above * tl.load(entropy_grads + row)
     tl.store(out + row * out_row + column, (grad * scale).to(out.dtype.element_ty), mask=mask)
