@@ -114,20 +114,6 @@ def sample(
     return tokens, logprobs
 
 
-def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, temperatures: np.ndarray) -> np.ndarray:
-    """log softmax(logits / temperature)[token] per row, bit-equal to what `sample` reports for that token.
-
-    logits: [B, V]; tokens: int64 [B]; temperatures: float32 [B] (0 counts as 1) -> float32 [B].
-    """
-    if logits.device.type != "cpu" or logits.dtype != torch.float32:
-        scaled = logits.double().cpu() / torch.from_numpy(np.where(temperatures > 0, temperatures, 1.0))[:, None]
-        picked = torch.log_softmax(scaled, -1).gather(1, torch.from_numpy(tokens)[:, None])
-        return picked[:, 0].float().numpy()
-    out = np.empty(len(tokens), np.float32)
-    _token_logprobs(logits.numpy(), tokens, temperatures, out)
-    return out
-
-
 @inline
 def _top(logits: Any, scale: Any, lanes: Any) -> Any:
     """Largest scaled logit of a row; NaN if the row holds NaN or +inf."""
@@ -279,20 +265,6 @@ def _race(probs: Any, first: Any, seed: Any, position: Any) -> Any:
                             best = score
                             winner = t
     return winner
-
-
-@jit(parallel=True)
-def _token_logprobs(logits: Any, tokens: Any, temperatures: Any, out: Any) -> None:
-    rows, size = logits.shape
-    for row in prange(rows):
-        lanes = np.empty(LANES, np.float32)
-        probs = np.empty(size, np.float32)
-        t = temperatures[row]
-        scale = np.float32(1.0) / t if t > np.float32(0.0) else np.float32(1.0)
-        x = logits[row]
-        top = _top(x, scale, lanes)
-        total = _mass(x, scale, top, probs, lanes)
-        out[row] = np.float32(np.float64(x[tokens[row]] * scale - top) - math.log(total))
 
 
 def process_logits(

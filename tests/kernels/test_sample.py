@@ -21,7 +21,6 @@ from longtail.kernels.sample import (
     philox_reference,
     sample,
     sample_reference,
-    token_logprobs,
 )
 
 INF = math.inf
@@ -342,26 +341,6 @@ def test_sample_logprobs_are_log_softmax(vocab: int, temperature: float) -> None
     np.testing.assert_allclose(logprobs, expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_token_logprobs_are_samples_bit_for_bit() -> None:
-    temperatures = np.array([0.0, 0.3, 1.0, 1.7] * 25, np.float32)
-    for vocab in (5, 1024, 1500):
-        logits, batch = randn(100, vocab, seed=vocab) * 5, make_batch(100)
-        batch.temperatures = temperatures
-        tokens, logprobs = sample(logits, batch)
-        assert np.array_equal(token_logprobs(logits, tokens, temperatures), logprobs)
-
-
-def test_token_logprobs_of_any_token() -> None:
-    logits = randn(6, 1300) * 3
-    tokens = np.array([0, 1299, 1024, 5, 700, 1023])
-    temperatures = np.array([1, 1, 0.5, 2, 0, 1], np.float32)
-    scaled = logits.double() / torch.tensor([1, 1, 0.5, 2, 1, 1])[:, None]
-    expected = torch.log_softmax(scaled, -1)[torch.arange(6), torch.from_numpy(tokens)]
-    np.testing.assert_allclose(token_logprobs(logits, tokens, temperatures), expected.numpy(), rtol=1e-5, atol=1e-5)
-    lower = token_logprobs(logits.bfloat16(), tokens, temperatures)  # takes the reference
-    np.testing.assert_allclose(lower, expected.numpy(), atol=0.1)
-
-
 # ---- bit for bit
 
 
@@ -388,8 +367,7 @@ def test_sample_threads_do_not_change_a_bit() -> None:
     for threads in (1, 2, 1, 2):
         numba.set_num_threads(threads)
         tokens, logprobs = sample(logits, batch)
-        again = token_logprobs(logits, tokens, batch.temperatures)
-        results.append((tokens.tobytes(), logprobs.tobytes(), again.tobytes()))
+        results.append((tokens.tobytes(), logprobs.tobytes()))
     assert len(set(results)) == 1
 
 

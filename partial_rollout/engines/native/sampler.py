@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from longtail.kernels.sample import SampleBatch, process_logits, sample, token_logprobs
+from longtail.kernels.logprobs import token_logprobs
+from longtail.kernels.sample import SampleBatch, process_logits, sample
 from longtail.partial_rollout.engines.native.decoder import DecoderSpec
 from longtail.sample import FinishReason, Sample
 from longtail.version import PolicyVersion
@@ -57,8 +58,9 @@ class Sampler:
         faults: dict[int, str] = {}
         tokens, logprobs = sample(logits, batch, faults)
         if self.raw_logprobs:
-            ones = np.ones(len(samples), np.float32)
-            logprobs = token_logprobs(logits if raw is None else raw, np.maximum(tokens, 0), ones)
+            # a row that is a fault has no token
+            picked = token_logprobs(logits if raw is None else raw, torch.from_numpy(np.maximum(tokens, 0)))
+            logprobs = picked.numpy()
         return tokens, logprobs, faults
 
     def _banned(self, s: Sample) -> tuple[int, ...]:

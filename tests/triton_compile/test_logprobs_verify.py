@@ -1,0 +1,59 @@
+"""The kernels of token_logprobs compile for every target: no spills, full-width loads and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from longtail.bench.offline_compile import TARGETS, compile_launches
+from longtail.kernels.logprobs_triton import token_logprobs_backward_triton, token_logprobs_forward_triton
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+VOCABS = [49_152, 151_936, 262_144]
+
+
+def forward(dtype: torch.dtype, vocab: int, entropy: bool = False) -> None:
+    token_logprobs_forward_triton(
+        torch.zeros(2, vocab, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.ones(2), entropy
+    )
+
+
+def backward(dtype: torch.dtype, vocab: int, entropy: bool = False) -> None:
+    logits, rows = torch.zeros(2, vocab, dtype=dtype), torch.ones(2)
+    tokens = torch.zeros(2, dtype=torch.int64)
+    token_logprobs_backward_triton(
+        logits, tokens, rows, (rows, rows, rows), rows, rows if entropy else None, torch.empty_like(logits)
+    )
+
+
+CASES: dict[str, Callable[[torch.dtype, int], None]] = {
+    "forward": forward,
+    "forward_entropy": lambda dtype, vocab: forward(dtype, vocab, True),
+    "backward": backward,
+    "backward_entropy": lambda dtype, vocab: backward(dtype, vocab, True),
+}
+WIDE_LOADS = {"_chunk_kernel", "_gradient_kernel"}
+"""The kernels that read the vocabulary; the others read a few numbers of a row."""
+WIDE_STORES = {"_gradient_kernel"}
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_fit_for_the_target(target: str, case: str, dtype: str, vocab: int) -> None:
+    launches = compile_launches(lambda: CASES[case](DTYPES[dtype], vocab), TARGETS[target])
+    assert launches
+    for launch in launches:
+        print(
+            f"{launch.kernel} {case} {dtype} {vocab} {target}: warps {launch.num_warps}, registers {launch.registers}, "
+            f"spills {launch.spills}, shared {launch.shared}, occupancy {launch.occupancy:.0%}, loads {launch.loads}, "
+            f"stores {launch.stores}"
+        )
+        assert launch.problems() == []
+        if launch.kernel in WIDE_LOADS:
+            assert launch.loads.get(128, 0) > 0
+        if launch.kernel in WIDE_STORES:
+            assert launch.stores.get(128, 0) > 0
