@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError:
     triton = tl = None
 
-__all__ = ["jit", "next_power_of_2", "num_warps_for", "on_device_of", "tl"]
+__all__ = ["jit", "next_power_of_2", "num_warps_for", "on_device_of", "tl", "warp_size"]
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -41,3 +41,10 @@ def next_power_of_2(n: int) -> int:
 def num_warps_for(elements: int) -> int:
     """Warps for a tile: 16 elements a thread, two 16-byte loads of bfloat16 (one where a warp has 64 lanes)."""
     return min(max(next_power_of_2(elements) // (32 * 16), 1), 16)
+
+
+def warp_size() -> int:
+    """Lanes of a warp of the GPU that kernels are launched on: 32, AMD's data-centre GPUs have 64."""
+    if triton is None or triton.knobs.runtime.interpret:
+        return 32
+    return int(triton.runtime.driver.active.get_current_target().warp_size)

@@ -8,6 +8,10 @@ from longtail.kernels.philox import exponential_triton, philox_triton, uniform_t
 from longtail.kernels.sample_scan_triton import first, load_row
 
 
+LOWEST_KEY = -2139095040
+"""The key of the lowest finite logit, one above that of -inf."""
+
+
 @triton_jit
 def _key(x: tl.tensor) -> tl.tensor:
     """int32 in the order of the float32; one key for both zeros."""
@@ -40,6 +44,7 @@ def compact_kernel(
     GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOWEST: tl.constexpr,
 ) -> None:
     """A program lists, in order, the tokens of one row that may be kept, and replaces the row's `sums` by its largest
     logit (not scaled) and the sum of exp over what min-p leaves."""
@@ -63,7 +68,7 @@ def compact_kernel(
     key = _key(largest)
     weight = tl.where(k > 0, 1.0, tl.exp((largest - most) * scale))
     target = tl.where(k > 0, k.to(tl.float64), tl.where(p < 1.0, p.to(tl.float64) * total * 1.0001, infinity))
-    low = tl.full([], -2139095041, tl.int64)  # the key of -inf
+    low = tl.full([], LOWEST, tl.int64)
     high = _key(most).to(tl.int64) + 1
     for _ in range(22):
         middle = low + (high - low) // 2
@@ -87,11 +92,11 @@ def compact_kernel(
             token = part * BLOCK + tl.arange(0, BLOCK)
             x = load_row(logits, work, slots, row, token, VOCAB, STRIDE, EDITED)
             y = x * scale
-            keep = (x > -infinity) & (_key(x) >= low) & (y >= cut)
+            keep = (_key(x) >= low) & (y >= cut)
             number = keep.to(tl.int32)
-            at = place * VOCAB + count + tl.cumsum(number, axis=0) - 1
-            tl.store(values + at, x, mask=keep)
-            tl.store(ids + at, token, mask=keep)
+            at = count + tl.cumsum(number, axis=0) - 1
+            tl.store(values + place * VOCAB + at, x, mask=keep)
+            tl.store(ids + place * VOCAB + at, token, mask=keep)
             count += tl.sum(number)
             mass += tl.sum(tl.where(y >= min_p, tl.exp((x - most) * scale), 0.0)).to(tl.float64)
     tl.store(lengths + place, count)
@@ -115,7 +120,7 @@ def _amount(
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
         x = tl.load(values + i, mask=i < count, other=-float("inf"))
-        above = (_key(x)[:, None] >= pivots[None, :]) & (i < count)[:, None]
+        above = _key(x)[:, None] >= pivots[None, :]
         if MASS:
             weight = tl.exp((x - most) * scale)[:, None]
             amount += tl.sum(tl.where(above, weight, 0.0), axis=0).to(tl.float64)
@@ -166,6 +171,7 @@ def truncate_kernel(
     PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    LOWEST: tl.constexpr,
 ) -> None:
     """A program finds the thresholds of one row on its list, and draws from what is kept."""
     QUARTER: tl.constexpr = CHUNK // 4
@@ -179,7 +185,7 @@ def truncate_kernel(
     mass = tl.load(sums + rows + row)
     values += place * VOCAB
     ids += place * VOCAB
-    low = tl.full([], -2139095041, tl.int64)
+    low = tl.full([], LOWEST, tl.int64)
     if (k > 0) & (count > k):
         low = _threshold(values, count, low, k.to(tl.float64), most, scale, False, PIVOTS, BLOCK)
     if p < 1.0:

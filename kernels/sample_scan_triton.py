@@ -82,9 +82,9 @@ def _largest(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tenso
 
 
 @triton_jit
-def _score(p: tl.tensor, y: tl.tensor, word: tl.tensor) -> tl.tensor:
-    """p / E; -1 for an excluded token."""
-    return tl.where(y > -float("inf"), p / exponential_triton(uniform_triton(word)), -1.0)
+def _score(p: tl.tensor, word: tl.tensor) -> tl.tensor:
+    """p / E; 0 for an excluded token, which cannot win against the most likely one (p = 1, E <= 89)."""
+    return p / exponential_triton(uniform_triton(word))
 
 
 @triton_jit
@@ -132,28 +132,28 @@ def scan_kernel(
     broken = tl.max(tl.where(fine, 0, 1)) > 0
     top = tl.max(_largest(y0, y1, y2, y3))
     shift = tl.where(top > -infinity, top, 0.0)
+    winner = 0x7FFFFFFF
+    if plan == -2:  # greedy
+        winner = tl.minimum(
+            tl.minimum(first(y0 == top, t0), first(y1 == top, t1)),
+            tl.minimum(first(y2 == top, t2), first(y3 == top, t3)),
+        )
+    elif plan >= 0:
+        m = tl.max(tl.reshape(_largest(x0, x1, x2, x3), [CHUNKS * 16, QUARTER // 16]), axis=1)
+        g = part * (CHUNKS * 16) + tl.arange(0, CHUNKS * 16)
+        tl.store(groups + plan.to(tl.int64) * GROUPS + g, m, mask=g < GROUPS)
     p0, p1, p2, p3 = tl.exp(y0 - shift), tl.exp(y1 - shift), tl.exp(y2 - shift), tl.exp(y3 - shift)
     total = tl.sum((p0 + p1) + (p2 + p3))
-    best = top
-    winner = 0x7FFFFFFF
+    best = total
     if plan == -1:  # the race
         counter = chunk[:, None] * QUARTER + j[None, :]
         w0, w1, w2, w3 = philox_triton(tl.load(seeds + row), tl.load(positions + row), counter, 0)
-        s0, s1, s2, s3 = _score(p0, y0, w0), _score(p1, y1, w1), _score(p2, y2, w2), _score(p3, y3, w3)
+        s0, s1, s2, s3 = _score(p0, w0), _score(p1, w1), _score(p2, w2), _score(p3, w3)
         best = tl.max(_largest(s0, s1, s2, s3))
         winner = tl.minimum(
             tl.minimum(first(s0 == best, t0), first(s1 == best, t1)),
             tl.minimum(first(s2 == best, t2), first(s3 == best, t3)),
         )
-    elif plan == -2:  # greedy
-        winner = tl.minimum(
-            tl.minimum(first(y0 == top, t0), first(y1 == top, t1)),
-            tl.minimum(first(y2 == top, t2), first(y3 == top, t3)),
-        )
-    else:
-        m = tl.max(tl.reshape(_largest(x0, x1, x2, x3), [CHUNKS * 16, QUARTER // 16]), axis=1)
-        g = part * (CHUNKS * 16) + tl.arange(0, CHUNKS * 16)
-        tl.store(groups + plan.to(tl.int64) * GROUPS + g, m, mask=g < GROUPS)
     at = row * PARTS + part
     rows = tl.num_programs(0).to(tl.int64)
     tl.store(part_sums + at, tl.where(broken, float("nan"), top))
@@ -191,7 +191,7 @@ def finish_kernel(
     at = part_sums + row * PARTS + part
     tops = tl.load(at, mask=mask, other=-float("inf"))
     totals = tl.load(at + rows * PARTS, mask=mask, other=0.0)
-    scores = tl.load(at + 2 * rows * PARTS, mask=mask, other=-1.0)
+    scores = tl.load(at + 2 * rows * PARTS, mask=mask, other=0.0)
     winners = tl.load(part_winners + row * PARTS + part, mask=mask, other=0x7FFFFFFF)
     broken = tl.max(tl.where(tops == tops, 0, 1)) > 0
     top = tl.max(tl.where(tops == tops, tops, -float("inf")))
@@ -201,7 +201,7 @@ def finish_kernel(
     if plan == -2:
         hit = tops == top
     else:
-        scores = tl.where(scores < 0, -1.0, scores * weight)
+        scores = scores * weight
         hit = scores == tl.max(scores)
     token = first(hit & mask, winners)
     status = tl.where(broken, BROKEN, tl.where(empty, EMPTY, 0))

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of
+from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, warp_size
 from longtail.kernels.philox import CHUNK
 from longtail.kernels.sample_batch import BROKEN, EMPTY, SampleBatch, report_faults
-from longtail.kernels.sample_filter_triton import compact_kernel, truncate_kernel
+from longtail.kernels.sample_filter_triton import LOWEST_KEY, compact_kernel, truncate_kernel
 from longtail.kernels.sample_scan_triton import copy_kernel, edit_kernel, finish_kernel, scan_kernel
 
 MOST_VOCABULARY = 262_144
@@ -55,12 +55,19 @@ def sample_triton(
     """See `sample`; float32, float16 and bfloat16, up to 262,144 tokens. Scores and probabilities are float32: where
     two scores, or the two sides of a threshold on mass, are within about 1e-5 of each other, the token may be another
     one than the CPU's."""
+    if logits.shape[0] == 0:
+        return np.empty(0, np.int64), np.empty(0, np.float32)
+    tokens, bits, status = launch_sample(logits, batch, in_place).cpu().numpy()
+    return report_faults(tokens.astype(np.int64), bits.view(np.float32).copy(), status, faults)
+
+
+def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = False) -> torch.Tensor:
+    """See `sample_triton` -> int32 [3, B] on the device of the logits: tokens, the bits of their log-probabilities
+    (float32), status (`sample_batch.FAULTS`; token -1 and NaN where it is not 0). At least one row."""
     rows, vocab = logits.shape
     batch.check(rows, vocab)
     if not 1 <= vocab <= MOST_VOCABULARY:
         raise ValueError(f"sample: a vocabulary of {vocab} (at least 1, at most {MOST_VOCABULARY})")
-    if rows == 0:
-        return np.empty(0, np.int64), np.empty(0, np.float32)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     device = logits.device
     in_place = in_place and logits.dtype == torch.float32
@@ -68,6 +75,8 @@ def sample_triton(
     chunks = min(PART_CHUNKS, next_power_of_2(-(-vocab // CHUNK)))
     parts = -(-vocab // (chunks * CHUNK))
     num_groups = parts * chunks * (CHUNK // GROUP)
+    lanes = warp_size()
+    warps = max(32 * chunks // lanes, 1)
     part_sums = torch.empty(3, rows, parts, dtype=torch.float32, device=device)  # largest logit, sum of exp, score
     part_winners = torch.empty(rows, parts, dtype=torch.int32, device=device)
     groups = torch.empty(max(filtered, 1), num_groups, dtype=torch.float32, device=device)
@@ -97,7 +106,7 @@ def sample_triton(
             CHUNKS=chunks,
             CHUNK=CHUNK,
             GROUPS=num_groups,
-            num_warps=chunks,
+            num_warps=warps,
         )
         finish_kernel[(rows,)](
             *source,
@@ -135,7 +144,8 @@ def sample_triton(
                 GROUPS=num_groups,
                 BLOCK_G=next_power_of_2(num_groups),
                 BLOCK=chunks * CHUNK,
-                num_warps=2 * chunks,
+                LOWEST=LOWEST_KEY,
+                num_warps=2 * warps,
             )
             truncate_kernel[(count,)](
                 *filters,
@@ -151,10 +161,10 @@ def sample_triton(
                 PIVOTS=16,
                 BLOCK=CHUNK,
                 CHUNK=CHUNK,
-                num_warps=8,
+                LOWEST=LOWEST_KEY,
+                num_warps=256 // lanes,
             )
-    tokens, bits, status = result.cpu().numpy()
-    return report_faults(tokens.astype(np.int64), bits.view(np.float32).copy(), status, faults)
+    return result
 
 
 def _upload(
