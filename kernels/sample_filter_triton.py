@@ -41,6 +41,7 @@ def compact_kernel(
     STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
     EDITED: tl.constexpr,
+    PART: tl.constexpr,  # tokens of a part
     GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -86,10 +87,10 @@ def compact_kernel(
     needed = tl.where(summing, min_p, tl.maximum(cut, bound * scale))
     count = 0
     mass = tl.full([], 0.0, tl.float64)
-    for part in range(0, PARTS):
-        part_top = tl.load(part_tops + row * PARTS + part)
+    for start in range(0, VOCAB, BLOCK):
+        part_top = tl.load(part_tops + row * PARTS + start // PART)
         if fine & (part_top >= needed) & (part_top > -infinity):
-            token = part * BLOCK + tl.arange(0, BLOCK)
+            token = start + tl.arange(0, BLOCK)
             x = load_row(logits, work, slots, row, token, VOCAB, STRIDE, EDITED)
             y = x * scale
             keep = (_key(x) >= low) & (y >= cut)

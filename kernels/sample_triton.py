@@ -8,8 +8,8 @@
               tokens that reach it are listed, in order. Parts without one are not read again
     truncate  filtered row: on the list, the exact top-k and top-p thresholds, then the race and the sum
 
-Thresholds are searched in an order-preserving integer of the logit, 16 pivots a round, until the interval is one key
-(at most 8 rounds): F(t) = the number, or the mass, of the tokens with a key of at least t, and the threshold is the
+Thresholds are searched in an order-preserving integer of the logit, 8 pivots a round, until the interval is one key
+(at most 11 rounds): F(t) = the number, or the mass, of the tokens with a key of at least t, and the threshold is the
 largest t with F(t) >= k, or >= top_p * mass, which keeps ties. Every sum has a shape and an order that depend on the
 row alone. Sums are float32 within a tile and float64 across tiles.
 """
@@ -143,9 +143,10 @@ def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = Fal
                 **shape,
                 GROUPS=num_groups,
                 BLOCK_G=next_power_of_2(num_groups),
-                BLOCK=chunks * CHUNK,
+                PART=chunks * CHUNK,
+                BLOCK=min(chunks, 2) * CHUNK,
                 LOWEST=LOWEST_KEY,
-                num_warps=2 * warps,
+                num_warps=4 * min(chunks, 2) * 32 // lanes,
             )
             truncate_kernel[(count,)](
                 *filters,
@@ -158,7 +159,7 @@ def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = Fal
                 result,
                 rows,
                 VOCAB=vocab,
-                PIVOTS=16,
+                PIVOTS=8,
                 BLOCK=CHUNK,
                 CHUNK=CHUNK,
                 LOWEST=LOWEST_KEY,
