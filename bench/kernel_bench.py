@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from longtail.bench.kernel_case_list import CASES
 
 from longtail.bench.analysis import nearest_rank
 from longtail.bench.kernel_cases import DTYPES, Call, Case, Form
-from longtail.bench.kernel_case_list import CASES
 from longtail.bench.machine import describe
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    pass
 
 READ_BYTES = 512 << 20
 """Read for the bandwidth: more than any cache holds."""

@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError:
     triton = tl = None
 
-__all__ = ["compiles_for_amd", "jit", "next_power_of_2", "num_warps_for", "on_device_of", "tl"]
+__all__ = ["compiles_for_amd", "jit", "next_power_of_2", "num_warps_for", "on_device_of", "tl", "warp_size"]
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -49,3 +49,10 @@ def compiles_for_amd() -> bool:
     from triton.runtime import driver
 
     return not triton.knobs.runtime.interpret and driver.active.get_current_target().backend == "hip"
+
+
+def warp_size() -> int:
+    """Lanes of a warp of the GPU that kernels are launched on: 32, AMD's data-centre GPUs have 64."""
+    if triton is None or triton.knobs.runtime.interpret:
+        return 32
+    return int(triton.runtime.driver.active.get_current_target().warp_size)

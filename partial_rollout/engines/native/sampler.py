@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from longtail.kernels.logprobs import token_logprobs
-from longtail.kernels.sample import SampleBatch, process_logits, sample
+from longtail.kernels.sample import LogitEdits, SampleBatch, row_edits, sample
 from longtail.partial_rollout.engines.native.decoder import DecoderSpec
 from longtail.sample import FinishReason, Sample
 from longtail.version import PolicyVersion
@@ -29,39 +29,41 @@ class Sampler:
         """logits: [rows >= len(samples), V] -> tokens int64 and log-probabilities float32, one per sample, and the
         samples (by index) from whose logits nothing can be drawn, with the reason."""
         logits = logits[: len(samples)]
-        raw: torch.Tensor | None = None
-        for i, s in enumerate(samples):
-            p = s.params
-            banned = self._banned(s)
-            if not (p.has_penalties or p.truncates or banned):
-                continue
-            if self.raw_logprobs and raw is None:
-                raw = logits.clone()
-            process_logits(
-                logits[i].numpy(),
-                prompt_ids=s.prompt_ids,
-                output_ids=s.output_ids,
-                temperature=p.temperature,
-                top_k=p.top_k,
-                top_p=p.top_p,
-                min_p=p.min_p,
-                presence_penalty=p.presence_penalty,
-                frequency_penalty=p.frequency_penalty,
-                repetition_penalty=p.repetition_penalty,
-                banned=banned,
-            )
-        batch = SampleBatch(
-            temperatures=np.array([s.params.temperature for s in samples], np.float32),
-            seeds=np.array([s.seed for s in samples], np.uint64),
-            positions=np.array([len(s.output_ids) for s in samples], np.int64),
-        )
+        batch = self._batch(samples)
         faults: dict[int, str] = {}
-        tokens, logprobs = sample(logits, batch, faults)
+        tokens, logprobs = sample(logits, batch, faults, in_place=not self.raw_logprobs)
         if self.raw_logprobs:
             # a row that is a fault has no token
-            picked = token_logprobs(logits if raw is None else raw, torch.from_numpy(np.maximum(tokens, 0)))
-            logprobs = picked.numpy()
+            logprobs = token_logprobs(logits, torch.from_numpy(np.maximum(tokens, 0))).numpy()
         return tokens, logprobs, faults
+
+    def _batch(self, samples: list[Sample]) -> SampleBatch:
+        params = [s.params for s in samples]
+        edits = None
+        banned = [self._banned(s) for s in samples]
+        if any(banned) or any(p.has_penalties for p in params):
+            edits = LogitEdits.stack(
+                [
+                    row_edits(
+                        prompt_ids=s.prompt_ids,
+                        output_ids=s.output_ids,
+                        presence_penalty=s.params.presence_penalty,
+                        frequency_penalty=s.params.frequency_penalty,
+                        repetition_penalty=s.params.repetition_penalty,
+                        banned=ban,
+                    )
+                    for s, ban in zip(samples, banned, strict=True)
+                ]
+            )
+        return SampleBatch(
+            temperatures=np.array([p.temperature for p in params], np.float64),
+            seeds=np.array([s.seed for s in samples], np.uint64),
+            positions=np.array([len(s.output_ids) for s in samples], np.int64),
+            top_k=np.array([p.top_k for p in params], np.int32),
+            top_p=np.array([p.top_p for p in params], np.float64),
+            min_p=np.array([p.min_p for p in params], np.float64),
+            edits=edits,
+        )
 
     def _banned(self, s: Sample) -> tuple[int, ...]:
         """Tokens that may not come yet: whatever would end the sample before min_tokens."""
