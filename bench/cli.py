@@ -145,6 +145,56 @@ def bench_engine(
         print(json.dumps(result))
 
 
+@bench.command("kernels")
+def bench_kernels(
+    ops: Annotated[str, typer.Option(help="Ops, comma-separated [default: all]")] = "",
+    dtypes: Annotated[
+        str, typer.Option(help="Comma-separated [default: bfloat16, on a CPU float32, which its kernels take]")
+    ] = "",
+    compile_only: Annotated[
+        bool, typer.Option("--compile", help="Compile for GPUs that are not here, and show the machine code's figures")
+    ] = False,
+    targets: Annotated[str, typer.Option(help="With --compile")] = "sm_80,sm_90,sm_100,gfx942",
+    repeats: Annotated[int, typer.Option(min=1, help="On a CPU")] = 15,
+    threads: Annotated[int | None, typer.Option(help="CPU threads [default: all]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the rows to this file, one JSON object a line")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows, one JSON object a line")] = False,
+) -> None:
+    """Every kernel against what the machine can do: on a GPU Triton's, on a CPU its own."""
+    chosen, kinds = _names(ops), _names(dtypes)
+    with console.status("measuring") as status:
+
+        def progress(text: str) -> None:
+            status.update(text)
+
+        if compile_only:
+            from longtail.bench import kernel_compile
+
+            dtype = kinds[0] if kinds else "bfloat16"
+            rows = list(kernel_compile.run(_names(targets), dtype, chosen, progress))
+            shown: Table = kernel_compile.table(rows)
+        else:
+            from longtail.bench import kernel_bench
+
+            config = kernel_bench.KernelBenchConfig(ops=chosen, dtypes=kinds, repeats=repeats, threads=threads)
+            rows = list(kernel_bench.run(config, progress))
+            shown = kernel_bench.table(rows)
+    console.print(shown)
+    lines = [json.dumps(row) for row in rows]
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("\n".join(lines) + "\n")
+    if as_json:
+        print("\n".join(lines))
+    if problems := [problem for row in rows for problem in row.get("problems", ())]:
+        console.print("\n".join(problems), style="red", highlight=False)
+        raise typer.Exit(1)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def _resolve(name: str) -> Path | str:
     from longtail.bench.models import resolve_model
 

@@ -9,24 +9,25 @@ Nothing that a CPU run prints says anything about a GPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from longtail.bench.kernel_case_list import CASES
 
 from longtail.bench.analysis import nearest_rank
-from longtail.bench.kernel_cases import DTYPES, Call, Case, Form
+from longtail.bench.kernel_case_list import CASES
+from longtail.bench.kernel_cases import DTYPES, Call, Case, Form, Sizes
 from longtail.bench.machine import describe
 
 if TYPE_CHECKING:
-    pass
+    from rich.table import Table
 
 READ_BYTES = 512 << 20
 """Read for the bandwidth: more than any cache holds."""
-QUANTILES = (0.2, 0.5, 0.8)
+PERCENTILES = (20, 50, 80)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,9 @@ def run(config: KernelBenchConfig, progress: Callable[[str], None] = lambda text
                 yield from measure(case, dtype)
 
 
-def _row(case: Case, dtype: str, sizes: dict[str, int], contestant: str, call: Call, ms: dict[str, float]) -> dict[str, Any]:
+def _row(
+    case: Case, dtype: str, sizes: Sizes, contestant: str, call: Call, ms: dict[str, float]
+) -> dict[str, Any]:
     return {
         "op": case.op,
         "case": case.what,
@@ -88,6 +91,10 @@ def _row(case: Case, dtype: str, sizes: dict[str, int], contestant: str, call: C
         "gigabytes_per_second": call.least / ms["p50"] / 1e6,
         "teraflops": call.flops / ms["p50"] / 1e9,
     }
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    return {f"p{q}": float(nearest_rank(values, q) or 0.0) for q in PERCENTILES}
 
 
 class CpuBench:
@@ -109,11 +116,11 @@ class CpuBench:
             end = time.perf_counter()
             reads.append(READ_BYTES / (middle - start))
             own.append(end - middle)
-        ms = {f"p{int(q * 100)}": nearest_rank(sorted(own), q) * 1e3 for q in QUANTILES}
+        ms = {name: 1e3 * seconds for name, seconds in _percentiles(own).items()}
         row = _row(case, dtype, case.cpu, "cpu", call, ms)
-        shares = sorted(call.least / seconds / bandwidth for seconds, bandwidth in zip(own, reads, strict=True))
-        row["read_gigabytes_per_second"] = nearest_rank(sorted(reads), 0.5) / 1e9
-        row["share_of_bandwidth"] = {f"p{int(q * 100)}": nearest_rank(shares, q) for q in QUANTILES}
+        row["read_gigabytes_per_second"] = _percentiles(reads)["p50"] / 1e9
+        shares = [call.least / seconds / bandwidth for seconds, bandwidth in zip(own, reads, strict=True)]
+        row["share_of_bandwidth"] = _percentiles(shares)
         row["machine"] = self.machine
         yield row
 
@@ -128,11 +135,12 @@ class GpuBench:
         machine["copy_gigabytes_per_second"] = 2 * source.nbytes / self._ms(lambda: target.copy_(source))["p50"] / 1e6
         for name, dtype in DTYPES.items():
             a = torch.randn(8192, 8192, device="cuda").to(dtype)
-            machine[f"matmul_teraflops_{name}"] = 2 * 8192**3 / self._ms(lambda a=a: a @ a)["p50"] / 1e9
+            ms = self._ms(functools.partial(torch.mm, a, a))["p50"]
+            machine[f"matmul_teraflops_{name}"] = 2 * 8192**3 / ms / 1e9
 
     def _ms(self, function: Callable[[], Any]) -> dict[str, float]:
-        times = self.do_bench(function, quantiles=list(QUANTILES))
-        return {f"p{int(q * 100)}": float(t) for q, t in zip(QUANTILES, times, strict=True)}
+        times = self.do_bench(function, quantiles=[q / 100 for q in PERCENTILES])
+        return {f"p{q}": float(t) for q, t in zip(PERCENTILES, times, strict=True)}
 
     def measure(self, case: Case, dtype: str) -> Iterator[dict[str, Any]]:
         call = case.make(Form(torch.device("cuda"), "triton", DTYPES[dtype]), case.full)
@@ -149,3 +157,33 @@ class GpuBench:
         del call, contestants
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Medians (spreads are in the JSON)."""
+    from rich.table import Table
+
+    about = rows[0]["machine"]
+    on_gpu = "gpu" in about
+    out = Table(title="Triton kernels" if on_gpu else "CPU paths (no GPU here: nothing below is about one)")
+    out.title_justify = "left"
+    where = about["gpu"] if on_gpu else f"{about['cpu']}, {about['threads']} threads"
+    out.caption = f"{where}; torch {about['torch']}; medians"
+    share = "of roofline" if on_gpu else "of read bandwidth"
+    for header in ("op", "", "dtype", "ms", "GB/s", "TFLOP/s", share):
+        out.add_column(header, justify="left" if header in ("op", "", "dtype") else "right", no_wrap=True)
+    for row in rows:
+        part = row["share_of_roofline"] if on_gpu else row["share_of_bandwidth"]["p50"]
+        out.add_row(
+            f"{row['op']} {row['case']}".strip(),
+            row["contestant"],
+            row["dtype"],
+            f"{row['milliseconds']['p50']:.3f}",
+            f"{row['gigabytes_per_second']:.1f}",
+            f"{row['teraflops']:.2f}" if row["teraflops"] else "",
+            f"{part:.0%}",
+        )
+    if not on_gpu:
+        read = sorted(row["read_gigabytes_per_second"] for row in rows)[len(rows) // 2]
+        out.caption += f"; read bandwidth {read:.1f} GB/s. Shares count the least bytes; small cases stay in the cache"
+    return out

@@ -32,9 +32,16 @@ class Form:
     compiled)."""
     dtype: torch.dtype
 
-    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(math.prod(shape) % 2**31)
-        return torch.randn(*shape, generator=generator).to(dtype or self.dtype).to(self.device)
+    empty: bool = False
+    """Leave the values undefined: for kernels that are compiled and not run."""
+
+    def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Normal values with this standard deviation, a function of the shape alone."""
+        if self.empty or self.device.type == "meta":
+            return torch.empty(*shape, dtype=self.dtype, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(math.prod(shape) % 2**31)
+        values = torch.randn(*shape, generator=generator, device=self.device)
+        return values.mul_(scale).to(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +61,8 @@ class Call:
     """Bytes, of the Triton kernels."""
     flops: int = 0
     """Multiply-adds count two; 0 where memory alone is the limit."""
+    rivals: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+    """The same work by other libraries that are installed, by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,3 +83,8 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.op} {self.what}".strip()
+
+    def bytes_per_token(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Moved and least, at the full size."""
+        call = self.make(Form(torch.device("meta"), "triton", dtype), self.full)
+        return call.moved / call.tokens, call.least / call.tokens

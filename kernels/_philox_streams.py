@@ -9,7 +9,7 @@ import numpy as np
 from longtail.kernels._numba import inline
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels._triton import tl
-from longtail.kernels.sample import _round, philox_reference
+from longtail.kernels.philox import _round, philox_reference
 
 __all__ = ["philox", "philox_reference", "philox_words"]
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from longtail.kernels import attention
+from longtail.kernels import attention_triton
 from longtail.kernels._triton import compiles_for_amd, next_power_of_2, num_warps_for, on_device_of, tl
 from longtail.kernels._triton import jit as triton_jit
-from longtail.kernels.attention import LOG2_E, AttentionBatch, SplitPlan
+from longtail.kernels.attention_batch import AttentionBatch
+from longtail.kernels.attention_triton import LOG2_E, SplitPlan
 
 STORE_TOKENS = 4
 """Tokens of a store_latent program: with one warp, 16-byte loads of 4 rotary keys of 64 bfloat16."""
@@ -35,11 +36,13 @@ def latent_attention_triton(
     if rank > 512 or rope > 64 or latent.stride(3) != 1 or latent.stride(2) != rank + rope:
         what = f"rank {rank} (at most 512), rope_dim {rope} (at most 64), latent {tuple(latent.shape)} of dense rows"
         raise ValueError(f"latent_attention: {what}")
-    plan = batch.plan = batch.plan or SplitPlan.build(batch, heads, latent.device)
+    plan = batch.plans.get(0)
+    if plan is None:
+        plan = batch.plans[0] = SplitPlan.build(batch, 0, heads, latent.device)
     q_latent, q_rope = (x if x.stride(2) == 1 else x.contiguous() for x in (q_latent, q_rope))
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     out[len(batch.context_lens) :].zero_()
-    items, tiles, tile = len(plan.items), len(plan.tiles), attention.TILE
+    items, tiles, tile = len(plan.items), len(plan.tiles), attention_triton.TILE
     if not tiles:
         return out
     block_rank = max(next_power_of_2(rank), 16)
@@ -69,7 +72,7 @@ def latent_attention_triton(
             RANK=rank,
             ROPE=rope,
             BLOCK_SIZE=block_size,
-            PARTITION=attention.PARTITION,
+            PARTITION=attention_triton.PARTITION,
             STEP=16 if float32 else 32,  # positions of a round, by dtype, never by the batch
             TILE=tile,
             BLOCK_RANK=block_rank,

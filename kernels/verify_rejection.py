@@ -32,7 +32,8 @@ from numba import prange
 
 from longtail.kernels._numba import LANES, inline, jit
 from longtail.kernels._philox_streams import philox, philox_reference
-from longtail.kernels.sample import _QUARTER, CHUNK, _mass, _top, _uniform
+from longtail.kernels.philox import CHUNK, QUARTER, uniform_numba
+from longtail.kernels.sample import _mass, _top
 from longtail.kernels.verify import Verified, check_drafts
 from longtail.kernels.verify_triton import verify_rejection_triton
 
@@ -144,11 +145,11 @@ def _report(
 
 def stream_uniforms(seed: int, position: int, vocab: int, stream: int) -> np.ndarray:
     """float64 [vocab] in (0, 1): the noise of one output position and stream; token i as in kernels/sample.py."""
-    counter = np.zeros((-(-vocab // CHUNK) * _QUARTER, 4), np.uint32)
+    counter = np.zeros((-(-vocab // CHUNK) * QUARTER, 4), np.uint32)
     counter[:, 0] = np.arange(len(counter))
     counter[:, 1:] = position & 0xFFFFFFFF, position >> 32, stream
     words = philox_reference(counter, (seed & 0xFFFFFFFF, seed >> 32))
-    flat = words.reshape(-1, _QUARTER, 4).transpose(0, 2, 1).reshape(-1)[:vocab]
+    flat = words.reshape(-1, QUARTER, 4).transpose(0, 2, 1).reshape(-1)[:vocab]
     uniforms: np.ndarray = ((flat & np.uint32(0x7FFFFFFF)).astype(np.float64) + 0.5) * 2.0**-31
     return uniforms
 
@@ -270,27 +271,27 @@ def _race(weights: Any, seed: Any, position: Any, stream: Any) -> Any:
     for c in range(size):
         first = c if weights[c] > weights[first] else first
     # The most likely token first: a good bound from the start.
-    counter = np.uint64((first // CHUNK) * _QUARTER + first % _QUARTER)
+    counter = np.uint64((first // CHUNK) * QUARTER + first % QUARTER)
     w0, w1, w2, w3 = philox(counter, p_lo, p_hi, stream, k0, k1)
-    which = (first % CHUNK) // _QUARTER
+    which = (first % CHUNK) // QUARTER
     word = w0 if which == 0 else (w1 if which == 1 else (w2 if which == 2 else w3))
-    best = np.float64(weights[first]) / -math.log1p(-np.float64(_uniform(np.uint32(word))))
+    best = np.float64(weights[first]) / -math.log1p(-np.float64(uniform_numba(np.uint32(word))))
     winner = first
-    words = np.empty((4, _QUARTER), np.uint32)
+    words = np.empty((4, QUARTER), np.uint32)
     uniforms = np.empty(CHUNK, np.float32)
-    index = np.arange(_QUARTER).astype(np.uint32)
+    index = np.arange(QUARTER).astype(np.uint32)
     for start in range(0, size, CHUNK):
         stop = min(size, start + CHUNK)
-        base = np.uint64((start // CHUNK) * _QUARTER)
-        for i in range(_QUARTER):
+        base = np.uint64((start // CHUNK) * QUARTER)
+        for i in range(QUARTER):
             w0, w1, w2, w3 = philox(np.uint64(index[i]) + base, p_lo, p_hi, stream, k0, k1)
             words[0, i] = w0
             words[1, i] = w1
             words[2, i] = w2
             words[3, i] = w3
         for k in range(4):
-            for i in range(_QUARTER):
-                uniforms[k * _QUARTER + i] = _uniform(words[k, i])
+            for i in range(QUARTER):
+                uniforms[k * QUARTER + i] = uniform_numba(words[k, i])
         for part in range(start, stop, 64):
             end = min(stop, part + 64)
             bound = np.float32(best * 0.99999)  # a margin for the rounding of the bound itself

@@ -18,3 +18,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     named = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
     return None if any(collection_path in (path, *path.parents) for path in named) else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """So that "all skipped" is never read as "all passed"."""
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" in r.keywords]
+    if skipped:
+        terminalreporter.section("GPU")
+        terminalreporter.line(f"{len(skipped)} tests need a CUDA device and did NOT run: they prove nothing here.")

@@ -9,6 +9,7 @@ that races between them cannot show. `install` changes that for the life of the 
 - bounds: an access must lie within the tensor argument from which its pointer was computed.
 - races: no two programs of a launch may write one byte, and none may read a byte that another one writes.
 - masked-off lanes of a load without `other` are NaN, or large integers.
+- traffic: the bytes that programs load and store are counted (`TRAFFIC`).
 - `tl.device_assert` and the check of int32 overflow are on.
 """
 
@@ -129,6 +130,21 @@ class Argument:
         return cls(name, start, start + (last + 1) * tensor.element_size())
 
 
+@dataclasses.dataclass
+class Traffic:
+    """Bytes that kernels have moved since the process began: for each program and each load or store the distinct
+    bytes that it touches."""
+
+    loaded: int = 0
+    stored: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.loaded + self.stored
+
+
+TRAFFIC = Traffic()
+
 NOBODY, SEVERAL = -1, -2
 
 
@@ -150,6 +166,11 @@ class Guard:
         addresses = np.asarray(pointers.data, np.uint64).astype(np.int64)
         addresses = addresses[np.broadcast_to(np.asarray(mask.data, bool), addresses.shape)]
         if addresses.size:
+            moved = np.unique(addresses).size * size
+            if store:
+                TRAFFIC.stored += moved
+            else:
+                TRAFFIC.loaded += moved
             self._check_bounds(addresses, size, pointers.attr.get("origin"), store)
             self._check_races(addresses, size, store)
 

@@ -1,0 +1,276 @@
+"""Cases of the ops on rows of activations and logits: norm, activation, matmul, sampling, verification, log-probs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from longtail.bench.kernel_cases import Call, Case, Form, Sizes
+from longtail.kernels import activation, linear, logprobs, logprobs_triton, norm, sample, verify, verify_rejection
+from longtail.kernels.sample import SampleBatch
+from longtail.kernels.verify_rejection import DraftBatch
+
+TEMPERATURE = 0.7
+
+
+def rms_norm(form: Form, n: Sizes) -> Call:
+    x, weight = form.randn(n["rows"], n["columns"]), form.randn(n["columns"])
+    return Call(
+        op=lambda: norm.rms_norm(x, weight, 1e-6),
+        launch=lambda: norm.rms_norm_triton(x, weight, 1e-6),
+        reference=lambda: norm.rms_norm_reference(x, weight, 1e-6),
+        tokens=n["rows"],
+        least=2 * x.nbytes + weight.nbytes,
+        moved=2 * x.nbytes + weight.nbytes * n["rows"],
+    )
+
+
+def silu_mul(form: Form, n: Sizes) -> Call:
+    x = form.randn(n["rows"], 2 * n["columns"])
+    return Call(
+        op=lambda: activation.silu_mul(x),
+        launch=lambda: activation.silu_mul_triton(x),
+        reference=lambda: activation.silu_mul_reference(x),
+        tokens=n["rows"],
+        least=x.nbytes + x.nbytes // 2,
+        moved=x.nbytes + x.nbytes // 2,
+    )
+
+
+def batch_invariant_linear(form: Form, n: Sizes) -> Call:
+    x, weight = form.randn(n["rows"], n["in"]), form.randn(n["out"], n["in"], scale=n["in"] ** -0.5)
+    return Call(
+        op=lambda: linear.batch_invariant_linear(x, weight),
+        launch=lambda: linear.batch_invariant_linear_triton(x, weight),
+        reference=lambda: linear.linear_reference(x, weight),
+        tokens=n["rows"],
+        least=x.nbytes + weight.nbytes + n["rows"] * n["out"] * x.itemsize,
+        moved=linear.moved_bytes(n["rows"], n["in"], n["out"], form.dtype),
+        flops=2 * n["rows"] * n["in"] * n["out"],
+    )
+
+
+def _batch(rows: int, **fields: Any) -> SampleBatch:
+    return SampleBatch(
+        temperatures=np.full(rows, TEMPERATURE, np.float32),
+        seeds=np.arange(rows, dtype=np.uint64),
+        positions=np.arange(rows, dtype=np.int64),
+        **fields,
+    )
+
+
+def sampling(form: Form, n: Sizes) -> Call:
+    """Temperature alone, or with top-k 50, top-p 0.95 where `top_k` is given."""
+    rows = n["rows"]
+    logits = form.randn(rows, n["vocab"], scale=2.0)
+    fields: dict[str, Any] = {}
+    if "top_k" in n:
+        fields = {"top_k": np.full(rows, n["top_k"], np.int32), "top_p": np.full(rows, 0.95, np.float32)}
+    batch = _batch(rows, **fields)
+    return Call(
+        op=lambda: sample.sample(logits, batch),
+        launch=lambda: sample.sample_triton(logits, batch),
+        reference=lambda: sample.sample_reference(logits, batch),
+        tokens=rows,
+        least=logits.nbytes,
+        moved=sample_bytes(n, logits.itemsize),
+    )
+
+
+def sample_bytes(n: Sizes, itemsize: int) -> int:
+    """An unfiltered row is read once. A filtered row (`top_k`) may be read twice, and its list of candidates is short
+    where the filter is narrow: this counts the second reading in full."""
+    return n["rows"] * n["vocab"] * itemsize * (2 if "top_k" in n else 1)
+
+
+def verify_match(form: Form, n: Sizes) -> Call:
+    sequences, drafts = n["sequences"], n["drafts"]
+    sampled = torch.arange(sequences * (drafts + 1), device=form.device) % n["vocab"]
+    proposed = sampled.view(sequences, drafts + 1)[:, :drafts].reshape(-1).clone()
+    cu = torch.arange(sequences + 1, dtype=torch.int32, device=form.device) * drafts
+    per_sequence = 8 * (drafts + drafts + 1) + 8 * (drafts + 1) + 4 + 8
+    return Call(
+        op=lambda: _emitted(verify.verify_drafts(proposed, sampled, cu, max_drafts=drafts)),
+        launch=lambda: _emitted(verify.verify_drafts_triton(proposed, sampled, cu, max_drafts=drafts)),
+        reference=lambda: _emitted(verify.verify_drafts_reference(proposed, sampled, cu)),
+        tokens=sequences,
+        least=per_sequence * sequences,
+        moved=per_sequence * sequences,
+    )
+
+
+def verify_reject(form: Form, n: Sizes) -> Call:
+    """Drafts from a distribution close to the target's, so that most are accepted."""
+    sequences, drafts, vocab = n["sequences"], n["drafts"], n["vocab"]
+    rows = sequences * (drafts + 1)
+    logits = form.randn(rows, vocab, scale=2.0)
+    near = logits.float().view(sequences, drafts + 1, vocab)[:, :drafts].reshape(-1, vocab) + 0.1
+    probs = torch.softmax(near / TEMPERATURE, -1)
+    proposed = probs.argmax(-1)
+    batch = DraftBatch(
+        cu_drafts=torch.arange(sequences + 1, dtype=torch.int32, device=form.device) * drafts,
+        temperatures=torch.full((rows,), TEMPERATURE, device=form.device),
+        seeds=torch.arange(sequences, dtype=torch.int64, device=form.device),
+        positions=torch.arange(sequences, device=form.device),
+        max_drafts=drafts,
+    )
+    args = (logits, proposed, probs, batch)
+    least = logits.nbytes + sequences * vocab * logits.itemsize  # every row for its sum, one a sequence for the race
+    return Call(
+        op=lambda: _emitted(verify_rejection.verify_rejection(*args)),
+        launch=lambda: _emitted(verify_rejection.launch_rejection(*args)),
+        reference=lambda: _emitted(verify_rejection.verify_rejection_reference(*args)),
+        tokens=sequences,
+        least=least,
+        moved=least,
+    )
+
+
+def _emitted(verified: verify.Verified) -> tuple[torch.Tensor, torch.Tensor]:
+    return verified.accepted, verified.tokens
+
+
+def token_logprobs(form: Form, n: Sizes) -> Call:
+    logits = form.randn(n["rows"], n["vocab"], scale=2.0)
+    tokens = torch.arange(n["rows"], device=form.device) % n["vocab"]
+    chunks = -(-n["vocab"] // logprobs_triton.chunk_size(n["vocab"]))
+    return Call(
+        op=lambda: logprobs.token_logprobs(logits, tokens),
+        launch=lambda: logprobs.token_logprobs_triton(logits, tokens),
+        reference=lambda: logprobs.token_logprobs_reference(logits, tokens),
+        tokens=n["rows"],
+        least=logits.nbytes + tokens.nbytes + 4 * n["rows"],
+        moved=logits.nbytes + n["rows"] * (16 * chunks + 4 * chunks + 8 + 4 + logits.itemsize + 12),
+    )
+
+
+def token_logprobs_backward(form: Form, n: Sizes) -> Call:
+    logits = form.randn(n["rows"], n["vocab"], scale=2.0)
+    tokens = torch.arange(n["rows"], device=form.device) % n["vocab"]
+    temperatures = torch.ones(n["rows"], device=form.device)
+    grads, out = torch.ones(n["rows"], device=form.device), torch.empty_like(logits)
+    chunks = -(-n["vocab"] // logprobs_triton.chunk_size(n["vocab"]))
+
+    def launch() -> torch.Tensor:
+        _, statistics = logprobs_triton.token_logprobs_forward_triton(logits, tokens, temperatures, False)
+        return _backward(statistics)
+
+    def _backward(statistics: Any) -> torch.Tensor:
+        logprobs_triton.token_logprobs_backward_triton(logits, tokens, temperatures, statistics, grads, None, out)
+        return out
+
+    def reference() -> torch.Tensor:
+        leaf = logits.clone().requires_grad_()
+        picked = logprobs.token_logprobs_reference(leaf, tokens)
+        assert isinstance(picked, torch.Tensor)
+        picked.sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def op() -> torch.Tensor:
+        leaf = logits.detach().requires_grad_()
+        picked = logprobs.token_logprobs(leaf, tokens)
+        assert isinstance(picked, torch.Tensor)
+        picked.sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    per_chunk = 8 + 4 + 4 * 4
+    forward = logits.nbytes + n["rows"] * (16 * chunks + 4 * chunks + 8 + 4 + logits.itemsize + 12)
+    return Call(
+        op=op,
+        launch=launch,
+        reference=reference,
+        tokens=n["rows"],
+        least=3 * logits.nbytes,
+        moved=forward + 2 * logits.nbytes + n["rows"] * chunks * per_chunk,
+    )
+
+
+CASES = [
+    Case(
+        "rms_norm",
+        "",
+        rms_norm,
+        full={"rows": 4096, "columns": 4096},
+        cpu={"rows": 512, "columns": 576},
+        small={"rows": 3, "columns": 576},
+    ),
+    Case(
+        "silu_mul",
+        "",
+        silu_mul,
+        full={"rows": 4096, "columns": 11008},
+        cpu={"rows": 512, "columns": 1536},
+        small={"rows": 3, "columns": 1536},
+    ),
+    Case(
+        "batch_invariant_linear",
+        "decode",
+        batch_invariant_linear,
+        full={"rows": 32, "in": 4096, "out": 4096},
+        cpu={"rows": 32, "in": 576, "out": 576},
+        small={"rows": 5, "in": 96, "out": 80},
+        on_cpu=False,
+    ),
+    Case(
+        "batch_invariant_linear",
+        "prefill",
+        batch_invariant_linear,
+        full={"rows": 4096, "in": 4096, "out": 4096},
+        cpu={"rows": 512, "in": 576, "out": 576},
+        small={"rows": 70, "in": 64, "out": 130},
+        on_cpu=False,
+    ),
+    Case(
+        "sample",
+        "temperature",
+        sampling,
+        full={"rows": 128, "vocab": 151936},
+        cpu={"rows": 32, "vocab": 49152},
+        small={"rows": 3, "vocab": 9000},
+    ),
+    Case(
+        "sample",
+        "top-k, top-p",
+        sampling,
+        full={"rows": 128, "vocab": 151936, "top_k": 50},
+        cpu={"rows": 32, "vocab": 49152, "top_k": 50},
+        small={"rows": 2, "vocab": 9000, "top_k": 50},
+    ),
+    Case(
+        "verify_drafts",
+        "match",
+        verify_match,
+        full={"sequences": 256, "drafts": 4, "vocab": 151936},
+        cpu={"sequences": 32, "drafts": 4, "vocab": 49152},
+        small={"sequences": 3, "drafts": 3, "vocab": 50},
+        dtypes=("float32",),
+    ),
+    Case(
+        "verify_drafts",
+        "rejection",
+        verify_reject,
+        full={"sequences": 64, "drafts": 4, "vocab": 151936},
+        cpu={"sequences": 8, "drafts": 4, "vocab": 49152},
+        small={"sequences": 2, "drafts": 2, "vocab": 9000},
+    ),
+    Case(
+        "token_logprobs",
+        "forward",
+        token_logprobs,
+        full={"rows": 4096, "vocab": 151936},
+        cpu={"rows": 64, "vocab": 49152},
+        small={"rows": 2, "vocab": 9000},
+    ),
+    Case(
+        "token_logprobs",
+        "forward and backward",
+        token_logprobs_backward,
+        full={"rows": 2048, "vocab": 151936},
+        cpu={"rows": 64, "vocab": 49152},
+        small={"rows": 2, "vocab": 9000},
+    ),
+]

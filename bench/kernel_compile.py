@@ -1,0 +1,100 @@
+"""`longtail bench kernels --compile`: every kernel's machine code for GPUs that are not here, as a table.
+
+The kernels are compiled through their launching functions (bench/offline_compile.py), at the shapes of the cases but
+for the number of tokens. docs/kernels.md explains the numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longtail.bench.kernel_case_list import CASES
+from longtail.bench.kernel_cases import DTYPES, Case, Form, Sizes
+from longtail.bench.offline_compile import TARGETS, Compiled, compile_launches
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FEW = {"tokens": 16, "rows": 16, "batch": 16, "blocks": 16, "sequences": 16, "queries": 64, "context": 512}
+"""Sizes that no kernel is specialised for, but for being multiples of 16."""
+
+
+def compile_sizes(case: Case) -> Sizes:
+    return {name: min(size, FEW.get(name, size)) for name, size in case.full.items()}
+
+
+def run(
+    targets: Iterable[str], dtype: str, ops: Iterable[str] = (), progress: Callable[[str], None] = lambda text: None
+) -> Iterator[dict[str, Any]]:
+    """One row for each kernel, case and target."""
+    chosen = tuple(ops)
+    if wrong := [name for name in targets if name not in TARGETS]:
+        raise ValueError(f"targets: {', '.join(wrong)} unknown; there are {', '.join(TARGETS)}")
+    for case in CASES:
+        if (chosen and case.op not in chosen) or dtype not in case.dtypes:
+            continue
+        moved, least = case.bytes_per_token(DTYPES[dtype])
+        call = case.make(Form(torch.device("cpu"), "triton", DTYPES[dtype], empty=True), compile_sizes(case))
+        for target in targets:
+            progress(f"{case.name} {target}")
+            for launch in {c.kernel: c for c in compile_launches(call.launch, TARGETS[target])}.values():
+                yield {
+                    "op": case.op,
+                    "case": case.what,
+                    "dtype": dtype,
+                    **_facts(launch),
+                    "bytes_per_token": moved,
+                    "least_bytes_per_token": least,
+                }
+
+
+def _facts(launch: Compiled) -> dict[str, Any]:
+    facts = {f.name: getattr(launch, f.name) for f in dataclasses.fields(launch)}
+    return facts | {"target": launch.target.name, "occupancy": launch.occupancy, "problems": launch.problems()}
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """A line for each kernel: bytes per token, then registers, shared memory and occupancy on each target."""
+    from rich.table import Table
+
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    out = Table(title="Compiled, not run. For each target: registers a thread / shared KiB a block / occupancy", title_justify="left")
+    for header in ("op", "kernel"):
+        out.add_column(header, no_wrap=True)
+    for header in ("bytes per token", "of least", "128-bit loads", "tensor core", "spills", *targets):
+        out.add_column(header, justify="right")
+    last = None
+    lines: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault((row["op"], row["case"], row["kernel"]), {})[row["target"]] = row
+    for (op, case, kernel), by_target in lines.items():
+        row = next(iter(by_target.values()))
+        name = f"{op} {case}".strip()
+        if name != last:
+            out.add_section()
+            ratio = row["bytes_per_token"] / row["least_bytes_per_token"]
+            cells = [name, kernel, _bytes(row["bytes_per_token"]), f"{ratio:.2f}"]
+        else:
+            cells = ["", kernel, "", ""]
+        last = name
+        wide = [r["loads"].get(128, 0) / max(sum(r["loads"].values()), 1) for r in by_target.values()]
+        cells.append(f"{min(wide):.0%}")
+        cells.append("yes" if all(r["tensor_core"] for r in by_target.values()) else "")
+        cells.append(str(sum(r["spills"] for r in by_target.values())))
+        for target in targets:
+            r = by_target.get(target)
+            cells.append("" if r is None else f"{r['registers']} / {r['shared'] / 1024:.0f} / {r['occupancy']:.0%}")
+        out.add_row(*cells)
+    return out
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
