@@ -48,6 +48,7 @@ def latent_attention_triton(
     float32 = torch.float32 in (q_latent.dtype, latent.dtype)
     with on_device_of(latent):
         amd = compiles_for_amd()
+        warps = min(max(block_rank // 64, 1), 8) if amd else 8 if float32 and block_rank > 256 else 4
         _partition_kernel[(items,)](
             q_latent,
             q_rope,
@@ -74,7 +75,7 @@ def latent_attention_triton(
             TILE=tile,
             BLOCK_RANK=block_rank,
             BLOCK_ROPE=max(next_power_of_2(rope), 16),
-            num_warps=8 if (float32 and block_rank > 128) or amd else 4,
+            num_warps=warps,
             num_stages=2 if amd else 5,  # 5: the block numbers of the round after next, the latents of the next one
         )
         columns = min(block_rank, COMBINE_COLUMNS)
