@@ -10,6 +10,7 @@ import torch
 from longtail.bench.offline_compile import TARGETS, compile_launches
 from longtail.kernels.attention import AttentionBatch
 from longtail.kernels.latent_triton import latent_attention_triton, store_latent_triton
+from longtail.kernels.linear import batch_invariant_linear_triton
 from longtail.kernels.rope import rope_store_kv_triton
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -35,6 +36,11 @@ def store_latent(dtype: torch.dtype) -> None:
     store_latent_triton(c, k_rope, torch.zeros(4, 2, 16, 576, dtype=dtype), 1, torch.arange(5), 16)
 
 
+def linear(dtype: torch.dtype, inputs: int = 576, outputs: int = 576) -> None:
+    x, weight = torch.zeros(3, inputs, dtype=dtype), torch.zeros(outputs, inputs, dtype=dtype)
+    batch_invariant_linear_triton(x, weight, torch.zeros(outputs, dtype=dtype), torch.zeros(3, outputs, dtype=dtype))
+
+
 CASES: dict[str, Callable[[torch.dtype], None]] = {
     "rope": rope,
     "rope_norm_dim_128": lambda dtype: rope(dtype, 32, 8, 128, norm=True),
@@ -46,9 +52,12 @@ CASES: dict[str, Callable[[torch.dtype], None]] = {
     "latent_rank_256": lambda dtype: latent(dtype, 40, 256, 32),
     "latent_rank_64": lambda dtype: latent(dtype, 3, 64, 16),
     "store_latent": store_latent,
+    "linear": linear,
+    "linear_wide": lambda dtype: linear(dtype, 4096, 16384),
+    "linear_edges": lambda dtype: linear(dtype, 1544, 1000),
 }
 
-ALL_DTYPES = {"rope", "latent", "store_latent"}
+ALL_DTYPES = {"rope", "latent", "store_latent", "linear", "linear_wide"}
 """The cases that run in every dtype; the others differ in shape only."""
 
 
@@ -67,8 +76,10 @@ def test_fit_for_the_target(target: str, case: str, dtype: str) -> None:
             f"stores {launch.stores}, tensor core {launch.tensor_core}"
         )
         assert launch.problems() == []
-        if launch.kernel == "_partition_kernel" and dtype != "float32":
+        if launch.kernel in ("_partition_kernel", "_linear_kernel") and dtype != "float32":
             assert launch.tensor_core > 0
+        if launch.kernel == "_partition_kernel" and dtype != "float32":
             assert not launch.loads.keys() & {8, 16}  # latents come in wide loads, all of them
         assert launch.loads.get(128, 0) > 0
-        assert launch.stores.get(128, 0) > 0
+        if (target, launch.kernel) != ("gfx942", "_linear_kernel"):  # writes the result as matrix instructions leave it
+            assert launch.stores.get(128, 0) > 0
