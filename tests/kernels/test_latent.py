@@ -143,7 +143,7 @@ def test_a_row_depends_neither_on_the_batch_nor_on_chunks_nor_on_threads(
     monkeypatch.setattr(module, "PARALLEL_FROM", 10**9)
     whole = world.whole()
     monkeypatch.setattr(module, "PARALLEL_FROM", 0)
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(threads, numba.get_num_threads()))
     for rows, expected in zip(world.whole(), whole, strict=True):
         assert torch.equal(rows, expected)
     for start, stop in ((0, 9), (9, 31), (31, 32), (32, 70)):

@@ -137,7 +137,7 @@ def test_what_lies_beyond_is_caught(where: str) -> None:
 
 def test_misuse_is_named() -> None:
     case = Case(1, 1, 8)
-    args = (case.qkv, case.cos, case.sin, case.positions, *case.weights, 1e-5)
+    args: Any = (case.qkv, case.cos, case.sin, case.positions, *case.weights, 1e-5)
     with pytest.raises(ValueError, match="must be contiguous"):
         rope_store_kv_triton(*args, torch.zeros(3, 2, 2, 1, BLOCK * 8), 1, case.slots, BLOCK, 1, 1)
     case.cos = case.cos.half()
