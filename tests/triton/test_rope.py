@@ -137,9 +137,10 @@ def test_what_lies_beyond_is_caught(where: str) -> None:
 
 def test_misuse_is_named() -> None:
     case = Case(1, 1, 8)
-    args: Any = (case.qkv, case.cos, case.sin, case.positions, *case.weights, 1e-5)
+    kv, (q_weight, k_weight) = torch.zeros(3, 2, 2, 1, BLOCK * 8), case.weights
+    args = (case.qkv, case.cos, case.sin, case.positions, q_weight, k_weight, 1e-5)
     with pytest.raises(ValueError, match="must be contiguous"):
-        rope_store_kv_triton(*args, torch.zeros(3, 2, 2, 1, BLOCK * 8), 1, case.slots, BLOCK, 1, 1)
+        rope_store_kv_triton(*args, kv, 1, case.slots, BLOCK, 1, 1)
     case.cos = case.cos.half()
     with pytest.raises(ValueError, match=r"cos torch.float16"):
         case.run(rope_store_kv_triton)
