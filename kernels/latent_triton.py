@@ -35,7 +35,7 @@ def latent_attention_triton(
     if rank > 512 or rope > 64 or latent.stride(3) != 1 or latent.stride(2) != rank + rope:
         what = f"rank {rank} (at most 512), rope_dim {rope} (at most 64), latent {tuple(latent.shape)} of dense rows"
         raise ValueError(f"latent_attention: {what}")
-    plan = batch.plan = batch.plan or SplitPlan.build(batch, heads, latent.device)
+    plan = _plan(batch, heads, latent.device)
     q_latent, q_rope = (x if x.stride(2) == 1 else x.contiguous() for x in (q_latent, q_rope))
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     out[len(batch.context_lens) :].zero_()
@@ -93,6 +93,12 @@ def latent_attention_triton(
             num_warps=num_warps_for(tile * columns),
         )
     return out
+
+
+def _plan(batch: AttentionBatch, heads: int, device: torch.device) -> SplitPlan:
+    """The programs of the batch; made by the first layer."""
+    plan = batch.plan = batch.plan or SplitPlan.build(batch, heads, device)
+    return plan
 
 
 @triton_jit
