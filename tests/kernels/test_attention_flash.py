@@ -106,7 +106,9 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> FlashAttention:
     return module
 
 
-def make(queries: list[int], contexts: list[int], dtype: torch.dtype = torch.float16, window: int = 0) -> tuple[Any, ...]:
+def make(
+    queries: list[int], contexts: list[int], dtype: torch.dtype = torch.float16, window: int = 0
+) -> tuple[Any, ...]:
     """-> q, kv, batch: a 6-D cache with NaN where nothing was written; block 0 is nobody's; freed blocks are -1."""
     generator = torch.Generator().manual_seed(0)
     sizes = [-(-n // PAGE) for n in contexts]
@@ -187,7 +189,8 @@ def test_what_flash_attention_does_not_compute_is_named(flash: FlashAttention) -
     with pytest.raises(ValueError, match="tree masks"):
         attend(batch=AttentionBatch.build([1], [9], [[1]], 3, [[1]]))
     with pytest.raises(ValueError, match="a quantised cache"):
-        attend(kv=empty_kv(2, 2, KV_HEADS, PAGE, DIM, layout="hnd", dtype=torch.int8), scales=empty_scales(2, 2, 2, PAGE))
+        eight = empty_kv(2, 2, KV_HEADS, PAGE, DIM, layout="hnd", dtype=torch.int8)
+        attend(kv=eight, scales=empty_scales(2, 2, KV_HEADS, PAGE))
     with pytest.raises(ValueError, match=r"5-D layout .*layout='hnd'"):
         attend(kv=empty_kv(2, 2, KV_HEADS, PAGE, DIM, dtype=torch.float16))
     with pytest.raises(ValueError, match=r"torch.float32 queries"):

@@ -151,7 +151,7 @@ def test_sinks_by_hand() -> None:
     batch = AttentionBatch.build([1], [1], [[0]], 1)
     of = AttentionVariant(sinks=torch.tensor([1.0986123]))
     for backend in ("cpu", "reference"):
-        out = paged_attention(torch.ones(1, 1, 16), kv, 0, batch, 16, 1.0, of, backend=backend)  # type: ignore[arg-type]
+        out = paged_attention(torch.ones(1, 1, 16), kv, 0, batch, 16, 1.0, of, backend=backend)
         torch.testing.assert_close(out, torch.full((1, 1, 16), 2.0))
 
 

@@ -236,7 +236,7 @@ def test_both_layouts_hold_the_same(code: torch.dtype) -> None:
     k, v = randn(7, 2, 20, seed=1), randn(7, 2, 20, seed=2)
     held, scales = [], []
     for layout in ("cpu", "hnd"):
-        kv = empty_kv(BLOCKS, LAYERS, 2, 16, 20, layout=layout, dtype=code)  # type: ignore[arg-type]
+        kv = empty_kv(BLOCKS, LAYERS, 2, 16, 20, layout=layout, dtype=code)
         scales.append(None if code == torch.float32 else empty_scales(BLOCKS, LAYERS, 2, 16))
         store_kv(k, v, kv, 1, slots, 16, scales[-1])
         held.append([x.contiguous().view(torch.uint8) for x in as_tokens(kv, 16)])
@@ -298,7 +298,7 @@ def test_blocks_of_any_cache_move(dtype: torch.dtype) -> None:
 def test_scales_belong_to_8_bit_caches() -> None:
     k, slots, scales = torch.ones(1, 1, 8), torch.tensor([0]), empty_scales(2, 1, 1, 4)
     for layout in ("cpu", "hnd"):
-        kv = empty_kv(2, 1, 1, 4, 8, layout=layout, dtype=torch.int8)  # type: ignore[arg-type]
+        kv = empty_kv(2, 1, 1, 4, 8, layout=layout, dtype=torch.int8)
         with pytest.raises(ValueError, match="empty_scales makes them"):
             store_kv(k, k, kv, 0, slots, 4)
         with pytest.raises(ValueError, match=r"float32 \(2, 1, 2, 1, 4\)"):
