@@ -1,60 +1,129 @@
 """Writing, copying and moving paged KV.
 
-Layout of the cache, one tensor for all layers so that a block is one contiguous piece of memory:
+One tensor holds all layers, so that a block is one contiguous piece of memory. There are two layouts, told apart by
+their rank:
 
-    kv: [num_blocks, layers, 2, kv_heads, block_size * head_dim]
-         K (index 0) of a block is stored [head_dim, block_size]: scores vectorise over tokens
-         V (index 1)            is stored [block_size, head_dim]: the output vectorises over channels
+    5-D, "cpu": [num_blocks, layers, 2, kv_heads, block_size * head_dim], for the CPU kernels
+                K (index 0) of a block is stored [head_dim, block_size]: scores vectorise over tokens
+                V (index 1)            is stored [block_size, head_dim]: the output vectorises over channels
+    6-D, "hnd": [num_blocks, layers, 2, kv_heads, block_size, head_dim], for the Triton kernels
+                kv[:, layer] is a page layout of FlashInfer and vLLM ("HND"), and kv[:, layer, i].transpose(1, 2) one
+                that flash-attn takes; both are views
 
-A *slot* is block * block_size + offset; slot -1 is a padding row and is not written.
+The references take both. A *slot* is block * block_size + offset; slot -1 is a padding row and is not written.
 
-The Triton kernels run where the cache is on a GPU. They only move elements (a cast to the cache's dtype is the one
-arithmetic), so they equal the references bit for bit.
+A cache of float8_e4m3fn or int8 comes with scales, float32 [num_blocks, layers, 2, kv_heads, block_size]
+(kernels/kv_quant.py). Whole blocks of scales are copied, gathered and scattered like those of the cache.
+
+The Triton kernels run where the cache is on a GPU. Their results equal the references' bit for bit: without scales they
+only move elements (a cast to the cache's dtype is the one arithmetic), with scales every operation rounds as IEEE says.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from longtail.kernels._numba import jit
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, tl
+from longtail.kernels.kv_quant import as_bytes, check_scales, code_format, quantise_rows, quantise_rows_reference
 
 STORE_TOKENS = 16
-"""Tokens of a store_kv program: a prefill fills a block of 16 with full-width writes of the transposed K."""
+"""Tokens of a store_kv program: enough for full-width accesses by a whole block of threads."""
 
 MOVE_ELEMENTS = 4096
-"""Elements of a block that one program copies: four (bfloat16) or eight (float32) 16-byte loads a thread."""
+"""Elements of a block that one program copies: two (8 bits), four (16) or eight (32) 16-byte loads a thread."""
 
 
-def empty_kv(num_blocks: int, layers: int, kv_heads: int, block_size: int, head_dim: int) -> torch.Tensor:
-    """A zeroed float32 cache (pages of zeros cost memory only when first written)."""
-    return torch.zeros(num_blocks, layers, 2, kv_heads, block_size * head_dim)
+def empty_kv(
+    num_blocks: int,
+    layers: int,
+    kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    *,
+    layout: Literal["cpu", "hnd"] = "cpu",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """A zeroed cache in one of the layouts above (on the CPU, pages of zeros cost memory only when first written)."""
+    if layout not in ("cpu", "hnd"):
+        raise ValueError(f"empty_kv: layout must be 'cpu' or 'hnd', not {layout!r}")
+    block = (block_size * head_dim,) if layout == "cpu" else (block_size, head_dim)
+    return torch.zeros(num_blocks, layers, 2, kv_heads, *block, dtype=dtype, device=device)
+
+
+def empty_scales(
+    num_blocks: int, layers: int, kv_heads: int, block_size: int, *, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Zeroed scales for a quantised cache: float32 [num_blocks, layers, 2, kv_heads, block_size]."""
+    return torch.zeros(num_blocks, layers, 2, kv_heads, block_size, device=device)
+
+
+def as_tokens(kv: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache of either layout -> views of K and V, both [num_blocks, layers, kv_heads, block_size, head_dim]."""
+    if kv.dim() == 6:
+        return kv[:, :, 0], kv[:, :, 1]
+    k = kv[:, :, 0].unflatten(-1, (-1, block_size)).transpose(-1, -2)
+    return k, kv[:, :, 1].unflatten(-1, (block_size, -1))
+
+
+def _check_store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    block_size: int,
+    scales: torch.Tensor | None,
+) -> None:
+    tokens, heads, dim = k.shape
+    block = (block_size * dim,) if kv.dim() == 5 else (block_size, dim)
+    if v.shape != k.shape or slots.shape != (tokens,) or kv.shape[2:] != (2, heads, *block):
+        shapes = f"k {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}, kv {tuple(kv.shape)}"
+        raise ValueError(f"store_kv: shapes do not fit each other for blocks of {block_size}: {shapes}")
+    check_scales("store_kv", kv, scales, block_size)
 
 
 def store_kv_reference(
-    k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor, block_size: int
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    block_size: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
-    """k, v: [T, kv_heads, head_dim]; slots: int64 [T]. Writes in place."""
-    heads, dim = k.shape[1], k.shape[2]
-    for t, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            block, offset = divmod(slot, block_size)
-            kv[block, layer, 0].view(heads, dim, block_size)[:, :, offset] = k[t]
-            kv[block, layer, 1].view(heads, block_size, dim)[:, offset] = v[t]
+    """See `store_kv`; either layout, any device and dtype."""
+    _check_store(k, v, kv, slots, block_size, scales)
+    live = slots >= 0
+    block, offset = slots[live].long() // block_size, slots[live].long() % block_size
+    for i, (rows, cache) in enumerate(zip((k, v), as_tokens(as_bytes(kv), block_size), strict=True)):
+        values = rows[live]
+        if scales is not None:
+            values, scales[block, layer, i, :, offset] = quantise_rows_reference(values, kv.dtype)
+        cache[block, layer, :, offset] = as_bytes(values.to(kv.dtype))
 
 
 def store_kv(
-    k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor, block_size: int
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    block_size: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
-    """k, v: [T, kv_heads, head_dim]; slots: int64 [T]. Writes in place. No two tokens may share a slot."""
+    """k, v: [T, kv_heads, head_dim]; slots: int64 [T]. Writes in place. No two tokens may share a slot.
+
+    On a GPU the cache must be 6-D. scales belong to a quantised cache and are written with it.
+    """
     if kv.is_cuda:
-        store_kv_triton(k, v, kv, layer, slots, block_size)
+        store_kv_triton(k, v, kv, layer, slots, block_size, scales)
         return
-    if kv.device.type != "cpu" or kv.dtype != torch.float32:
-        store_kv_reference(k, v, kv, layer, slots, block_size)
+    if kv.device.type != "cpu" or kv.dtype != torch.float32 or kv.dim() != 5 or scales is not None:
+        store_kv_reference(k, v, kv, layer, slots, block_size, scales)
         return
     _store_kv(k.contiguous().numpy(), v.contiguous().numpy(), kv.numpy(), layer, slots.numpy(), block_size)
 
@@ -74,23 +143,34 @@ def _store_kv(k: Any, v: Any, kv: Any, layer: Any, slots: Any, block_size: Any) 
 
 
 def store_kv_triton(
-    k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor, block_size: int
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    block_size: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
-    """See `store_kv`; float32, float16 and bfloat16, k and v may differ from the cache."""
-    tokens, heads, dim = k.shape
-    if v.shape != k.shape or slots.shape != (tokens,) or kv.shape[2:] != (2, heads, block_size * dim):
-        shapes = f"k {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}, kv {tuple(kv.shape)}"
-        raise ValueError(f"store_kv: shapes do not fit each other for blocks of {block_size}: {shapes}")
+    """See `store_kv`; a 6-D cache; float32, float16 and bfloat16, k and v may differ from the cache."""
+    if kv.dim() != 6:
+        raise ValueError(
+            "store_kv: the Triton kernel takes a 6-D cache [num_blocks, layers, 2, kv_heads, block_size, head_dim], "
+            f"got {tuple(kv.shape)}: make it with empty_kv(..., layout='hnd')"
+        )
+    _check_store(k, v, kv, slots, block_size, scales)
     if not kv.is_contiguous():
         raise ValueError("store_kv: the cache must be contiguous, as empty_kv makes it")
+    tokens, heads, dim = k.shape
     if tokens == 0:
         return
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    form, kv = code_format(kv.dtype), as_bytes(kv)
     with on_device_of(kv):
         _store_kv_kernel[(-(-tokens // STORE_TOKENS), heads)](
             k,
             v,
             kv[:, layer],  # a view: the layer becomes part of the pointer, and its number no reason to compile again
+            None if scales is None else scales[:, layer],
             slots.contiguous(),
             tokens,
             kv.shape[0] * block_size,
@@ -99,9 +179,11 @@ def store_kv_triton(
             v.stride(0),
             v.stride(1),
             kv.stride(0),
+            0 if scales is None else scales.stride(0),
             HEADS=heads,
             DIM=dim,
             BLOCK_SIZE=block_size,
+            FORMAT=form,
             BLOCK_D=next_power_of_2(dim),
             BLOCK_T=STORE_TOKENS,
             num_warps=num_warps_for(STORE_TOKENS * next_power_of_2(dim)),
@@ -112,7 +194,8 @@ def store_kv_triton(
 def _store_kv_kernel(
     k: tl.tensor,
     v: tl.tensor,
-    kv: tl.tensor,  # one layer: [num_blocks, 2, kv_heads, block_size * head_dim]
+    kv: tl.tensor,  # one layer: [num_blocks, 2, kv_heads, block_size, head_dim]
+    scales: tl.tensor,  # one layer: [num_blocks, 2, kv_heads, block_size], or None
     slots: tl.tensor,
     tokens: tl.tensor,
     num_slots: tl.tensor,
@@ -121,9 +204,11 @@ def _store_kv_kernel(
     v_token: tl.tensor,
     v_head: tl.tensor,
     kv_block: tl.tensor,
+    scales_block: tl.tensor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,  # see code_format
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> None:
@@ -136,25 +221,33 @@ def _store_kv_kernel(
     live = slot >= 0
     slot = tl.where(live, slot, 0)
     mask = live[:, None] & (d < DIM)[None, :]
-    key = tl.load(k + t[:, None] * k_token + head * k_head + d[None, :], mask=mask)
-    value = tl.load(v + t[:, None] * v_token + head * v_head + d[None, :], mask=mask)
-    base = slot // BLOCK_SIZE * kv_block + head * (BLOCK_SIZE * DIM)
-    offset = slot % BLOCK_SIZE
-    # K lies [head_dim, block_size]: transposed first, so that neighbouring threads write neighbouring tokens.
-    k_out = kv + base[None, :] + d[:, None] * BLOCK_SIZE + offset[None, :]
-    tl.store(k_out, tl.trans(key), mask=live[None, :] & (d < DIM)[:, None])
-    v_out = kv + base[:, None] + HEADS * BLOCK_SIZE * DIM + offset[:, None] * DIM + d[None, :]
-    tl.store(v_out, value, mask=mask)
+    key = tl.load(k + t[:, None] * k_token + head * k_head + d[None, :], mask=mask, other=0.0)
+    value = tl.load(v + t[:, None] * v_token + head * v_head + d[None, :], mask=mask, other=0.0)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    k_out = kv + block * kv_block + head * (BLOCK_SIZE * DIM) + offset * DIM
+    v_out = k_out + HEADS * BLOCK_SIZE * DIM
+    if FORMAT != "":
+        key, key_scale = quantise_rows(key.to(tl.float32), FORMAT)
+        value, value_scale = quantise_rows(value.to(tl.float32), FORMAT)
+        scale_out = scales + block * scales_block + head * BLOCK_SIZE + offset
+        tl.store(scale_out, key_scale, mask=live)
+        tl.store(scale_out + HEADS * BLOCK_SIZE, value_scale, mask=live)
+    tl.store(k_out[:, None] + d[None, :], key, mask=mask)
+    tl.store(v_out[:, None] + d[None, :], value, mask=mask)
 
 
 def copy_blocks_reference(kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
     """See `copy_blocks`."""
+    kv = as_bytes(kv)
     for source, destination in pairs:
         kv[destination].copy_(kv[source])
 
 
 def copy_blocks(kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copies whole blocks, source to destination, in place and in order (copy-on-write)."""
+    """Copies whole blocks, source to destination, in place and in order (copy-on-write).
+
+    kv: any contiguous tensor [num_blocks, ...]: a cache of either layout, or its scales.
+    """
     if kv.is_cuda:
         copy_blocks_triton(kv, pairs)
     else:
@@ -186,11 +279,11 @@ def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 def gather_blocks_reference(kv: torch.Tensor, blocks: list[int]) -> torch.Tensor:
     """See `gather_blocks`."""
-    return kv[torch.tensor(blocks, dtype=torch.long)].cpu()
+    return as_bytes(kv)[torch.tensor(blocks, dtype=torch.long)].cpu().view(kv.dtype)
 
 
 def gather_blocks(kv: torch.Tensor, blocks: list[int]) -> torch.Tensor:
-    """-> a contiguous host copy [len(blocks), layers, 2, kv_heads, block_size * head_dim]."""
+    """kv: as for `copy_blocks` -> a contiguous host copy [len(blocks), ...]."""
     return gather_blocks_triton(kv, blocks) if kv.is_cuda else gather_blocks_reference(kv, blocks)
 
 
@@ -203,7 +296,7 @@ def gather_blocks_triton(kv: torch.Tensor, blocks: list[int]) -> torch.Tensor:
 
 def scatter_blocks_reference(kv: torch.Tensor, blocks: list[int], data: torch.Tensor) -> None:
     """See `scatter_blocks`."""
-    kv[torch.tensor(blocks, dtype=torch.long)] = data.to(kv.device)
+    as_bytes(kv)[torch.tensor(blocks, dtype=torch.long)] = as_bytes(data.to(kv.device, kv.dtype))
 
 
 def scatter_blocks(kv: torch.Tensor, blocks: list[int], data: torch.Tensor) -> None:
@@ -234,6 +327,7 @@ def _move(source: torch.Tensor, from_rows: list[int], destination: torch.Tensor,
     size = destination[:1].numel()
     if not to_rows or size == 0:
         return
+    source, destination = as_bytes(source), as_bytes(destination)
     rows_of = torch.tensor([from_rows, to_rows], dtype=torch.long, device=destination.device)
     with on_device_of(destination):
         _move_kernel[(len(to_rows), -(-size // MOVE_ELEMENTS))](

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longtail.kernels import attention
+from longtail.kernels import attention_cpu
 from longtail.kernels.attention import AttentionBatch, paged_attention, paged_attention_reference
 from longtail.kernels.kv import empty_kv, store_kv
 
@@ -203,7 +203,7 @@ def test_the_serial_and_the_parallel_kernel_give_the_same_bits(
     spans = [(n - 1, n) for n in world.lens]
     outputs = []
     for threshold in (0, 10**9):
-        monkeypatch.setattr(attention, "PARALLEL_FROM", threshold)
+        monkeypatch.setattr(attention_cpu, "PARALLEL_FROM", threshold)
         outputs.append(torch.cat([*world.whole(), *world.attend(spans)]))
     assert torch.equal(*outputs)
 
@@ -212,7 +212,7 @@ def test_the_serial_and_the_parallel_kernel_give_the_same_bits(
 def test_threads_do_not_change_a_bit(dim: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if numba.get_num_threads() < 2:
         pytest.skip("one core")
-    monkeypatch.setattr(attention, "PARALLEL_FROM", 0)
+    monkeypatch.setattr(attention_cpu, "PARALLEL_FROM", 0)
     world = World([2 * block + 9, 7, block, 3 * block], dim, block, group=3)
     outputs = []
     for threads in (1, 2, 1, 2):

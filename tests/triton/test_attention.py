@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from longtail.kernels import attention
+from longtail.kernels import attention_triton
 from longtail.kernels.attention import AttentionBatch, paged_attention_reference, paged_attention_triton
 from longtail.kernels.kv import empty_kv, store_kv_reference
 
@@ -23,7 +23,7 @@ PARTITION = 128
 def outputs_start_as_nan_and_partitions_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-    monkeypatch.setattr(attention, "PARTITION", PARTITION)
+    monkeypatch.setattr(attention_triton, "PARTITION", PARTITION)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Case:
         sizes = [-(-n // block) for n in contexts]
         order = torch.randperm(sum(sizes) + 1, generator=torch.Generator().manual_seed(1)).tolist()
         self.tables = [[order.pop() for _ in range(size)] for size in sizes]
-        self.kv = empty_kv(sum(sizes) + 1, 2, kv_heads, block, dim).fill_(torch.nan).to(dtype)
+        self.kv = empty_kv(sum(sizes) + 1, 2, kv_heads, block, dim, layout="hnd", dtype=dtype).fill_(torch.nan)
         for i, (table, n) in enumerate(zip(self.tables, contexts, strict=True)):
             k, v = randn(2, n, kv_heads, dim, seed=10 + i).to(dtype)
             slots = torch.tensor([table[p // block] * block + p % block for p in range(n)], dtype=torch.long)
@@ -115,7 +115,7 @@ def test_the_comparison_of_bits_sees_a_change_of_the_split(monkeypatch: pytest.M
     """What a partition size that depended on the batch would do."""
     case = Case([1], [3 * PARTITION])
     before = case.run(paged_attention_triton, case.q[0], case.batch())
-    monkeypatch.setattr(attention, "PARTITION", PARTITION // 2)
+    monkeypatch.setattr(attention_triton, "PARTITION", PARTITION // 2)
     after = case.run(paged_attention_triton, case.q[0], case.batch())
     assert not torch.equal(after, before)
     torch.testing.assert_close(after, before, **TOLERANCES[torch.float32])
@@ -141,5 +141,5 @@ def test_misuse_is_named() -> None:
     case = Case([1], [5])
     with pytest.raises(ValueError, match="does not fit kv"):
         paged_attention_triton(torch.ones(1, 3, 8), case.kv, 1, case.batch(), 16, 1.0)
-    with pytest.raises(ValueError, match=r"block size 24 \(a divisor of 64\)"):
-        paged_attention_triton(torch.ones(1, 1, 8), empty_kv(2, 1, 1, 24, 8), 0, case.batch(), 24, 1.0)
+    with pytest.raises(ValueError, match=r"block size 24 \(a divisor of 256\)"):
+        paged_attention_triton(torch.ones(1, 1, 8), empty_kv(2, 1, 1, 24, 8, layout="hnd"), 0, case.batch(), 24, 1.0)

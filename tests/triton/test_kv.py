@@ -28,7 +28,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def nan_kv(kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    return empty_kv(BLOCKS, LAYERS, kv_heads, block_size, dim).fill_(torch.nan).to(dtype)
+    return empty_kv(BLOCKS, LAYERS, kv_heads, block_size, dim, layout="hnd", dtype=dtype).fill_(torch.nan)
 
 
 def random_kv(dtype: torch.dtype, row: int = 10) -> torch.Tensor:

@@ -26,13 +26,13 @@ HEADS, BLOCK_SIZE, DIM = 3, 16, 64  # SmolLM2-135M's KV heads
 
 
 def store_kv(dtype: torch.dtype, dim: int = DIM) -> None:
-    kv = empty_kv(4, 2, HEADS, BLOCK_SIZE, dim).to(dtype)
+    kv = empty_kv(4, 2, HEADS, BLOCK_SIZE, dim, layout="hnd", dtype=dtype)
     k = torch.zeros(32, HEADS, dim, dtype=dtype)
     store_kv_triton(k, k.clone(), kv, 1, torch.arange(32), BLOCK_SIZE)
 
 
 def blocks(dtype: torch.dtype) -> None:
-    kv = empty_kv(4, 2, HEADS, BLOCK_SIZE, DIM).to(dtype)
+    kv = empty_kv(4, 2, HEADS, BLOCK_SIZE, DIM, layout="hnd", dtype=dtype)
     copy_blocks_triton(kv, [(0, 1)])
     scatter_blocks_triton(kv, [1], gather_blocks_triton(kv, [0]))
 
@@ -46,7 +46,7 @@ def silu_mul(dtype: torch.dtype) -> None:
 
 
 def attention(dtype: torch.dtype, dim: int = DIM, block_size: int = BLOCK_SIZE, group: int = 3) -> None:
-    kv = empty_kv(40, 2, HEADS, block_size, dim).to(dtype)
+    kv = empty_kv(40, 2, HEADS, block_size, dim, layout="hnd", dtype=dtype)
     batch = AttentionBatch.build([1, 4], [300, 20], [list(range(300 // block_size + 1)), [39, 38]], group)
     paged_attention_triton(torch.zeros(5, HEADS * group, dim, dtype=dtype), kv, 1, batch, block_size, dim**-0.5)
 
