@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from longtail.kernels import attention
+from longtail.kernels import attention_triton
 from longtail.kernels._triton import compiles_for_amd, next_power_of_2, num_warps_for, on_device_of, tl
 from longtail.kernels._triton import jit as triton_jit
-from longtail.kernels.attention import LOG2_E, AttentionBatch, SplitPlan
+from longtail.kernels.attention_batch import AttentionBatch
+from longtail.kernels.attention_triton import LOG2_E, SplitPlan
 
 STORE_TOKENS = 4
 """Tokens of a store_latent program: with one warp, 16-byte loads of 4 rotary keys of 64 bfloat16."""
@@ -39,7 +40,7 @@ def latent_attention_triton(
     q_latent, q_rope = (x if x.stride(2) == 1 else x.contiguous() for x in (q_latent, q_rope))
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     out[len(batch.context_lens) :].zero_()
-    items, tiles, tile = len(plan.items), len(plan.tiles), attention.TILE
+    items, tiles, tile = len(plan.items), len(plan.tiles), attention_triton.TILE
     if not tiles:
         return out
     block_rank = max(next_power_of_2(rank), 16)
@@ -70,7 +71,7 @@ def latent_attention_triton(
             RANK=rank,
             ROPE=rope,
             BLOCK_SIZE=block_size,
-            PARTITION=attention.PARTITION,
+            PARTITION=attention_triton.PARTITION,
             STEP=16 if float32 else 32,  # positions of a round, by dtype, never by the batch
             TILE=tile,
             BLOCK_RANK=block_rank,
@@ -97,8 +98,9 @@ def latent_attention_triton(
 
 def _plan(batch: AttentionBatch, heads: int, device: torch.device) -> SplitPlan:
     """The programs of the batch; made by the first layer."""
-    plan = batch.plan = batch.plan or SplitPlan.build(batch, heads, device)
-    return plan
+    if 0 not in batch.plans:
+        batch.plans[0] = SplitPlan.build(batch, 0, heads, device)
+    return batch.plans[0]
 
 
 @triton_jit
