@@ -70,6 +70,8 @@ def store_latent(
         shapes = f"c {tuple(c.shape)}, k_rope {tuple(k_rope.shape)}, slots {tuple(slots.shape)}, "
         shapes += f"latent {tuple(latent.shape)}"
         raise ValueError(f"store_latent: shapes do not fit each other for blocks of {block_size}: {shapes}")
+    if not latent.dtype.is_floating_point or latent.itemsize < 2:
+        raise ValueError(f"store_latent: latent is {latent.dtype}, use float32, float16 or bfloat16")
     if latent.is_cuda:
         store_latent_triton(c, k_rope, latent, layer, slots, block_size)
     else:
