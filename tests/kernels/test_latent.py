@@ -223,7 +223,7 @@ def test_misuse_is_named() -> None:
     latent, batch = empty_latent(2, 1, 4, 8, 4), AttentionBatch.build([1], [1], [[0]], 1)
     with pytest.raises(ValueError, match="store_latent: shapes do not fit each other for blocks of 4"):
         store_latent(torch.ones(1, 8), torch.ones(1, 5), latent, 0, torch.tensor([0]), 4)
-    with pytest.raises(ValueError, match="latent is torch.int8, use float32, float16 or bfloat16"):
+    with pytest.raises(ValueError, match=r"latent is torch.int8, use float32, float16 or bfloat16"):
         store_latent(torch.ones(1, 8), torch.ones(1, 4), latent.to(torch.int8), 0, torch.tensor([0]), 4)
     with pytest.raises(ValueError, match="latent_attention: shapes do not fit each other for blocks of 16"):
         latent_attention(torch.ones(1, 1, 8), torch.ones(1, 1, 4), latent, 0, batch, 16, 1.0)

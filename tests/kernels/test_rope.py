@@ -162,5 +162,5 @@ def test_misuse_is_named() -> None:
         call(cos=torch.ones(4, 5), sin=torch.ones(4, 5))
     with pytest.raises(ValueError, match="one of each for the 1 rows of qkv"):
         call(slots=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="kv is torch.int8, which needs scales"):
+    with pytest.raises(ValueError, match=r"kv is torch.int8, which needs scales"):
         call(kv=kv.to(torch.int8))
