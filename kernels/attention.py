@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from longtail.kernels.attention_batch import PLAIN, AttentionBatch, AttentionVariant, check_shapes
-from longtail.kernels.attention_cpu import fits_cpu, paged_attention_cpu
+from longtail.kernels.attention_cpu import attend, fits_cpu, paged_attention_cpu
 from longtail.kernels.attention_flash import paged_attention_flash
 from longtail.kernels.attention_triton import paged_attention_triton
 from longtail.kernels.kv import as_tokens
@@ -108,7 +108,9 @@ def paged_attention(
     named computes, or says in a ValueError (or an ImportError) why it cannot.
     """
     if backend is None:
-        backend = "triton" if kv.is_cuda else "cpu" if fits_cpu(q, kv, block_size) else "reference"
+        if scales is None and fits_cpu(q, kv, block_size):
+            return attend(q, kv, layer, batch, block_size, scale, variant)
+        backend = "triton" if kv.is_cuda else "reference"
     if backend == "cpu":
         if scales is not None:
             raise ValueError("paged_attention: backend 'cpu' takes no scales, take 'reference' for a quantised cache")

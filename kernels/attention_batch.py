@@ -170,9 +170,9 @@ def check_shapes(
     q: torch.Tensor, kv: torch.Tensor, block_size: int, variant: AttentionVariant, scales: torch.Tensor | None
 ) -> None:
     """ValueError that names what does not fit."""
-    heads, dim = q.shape[1:]
-    block = (block_size * dim,) if kv.dim() == 5 else (block_size, dim)
-    if kv.dim() not in (5, 6) or kv.shape[2] != 2 or kv.shape[4:] != block or heads % kv.shape[3]:
+    shape, (_, heads, dim) = tuple(kv.shape), q.shape
+    block = (block_size * dim,) if len(shape) == 5 else (block_size, dim)
+    if len(shape) not in (5, 6) or shape[2] != 2 or shape[4:] != block or heads % shape[3]:
         raise ValueError(
             f"paged_attention: q {tuple(q.shape)} does not fit kv {tuple(kv.shape)}, blocks of {block_size}"
         )

@@ -45,6 +45,19 @@ def paged_attention_cpu(
             f" size that is one of {LANES}; got q {q.dtype} {tuple(q.shape)}, kv {kv.dtype} {tuple(kv.shape)}, blocks "
             f"of {block_size}: take backend 'reference'"
         )
+    return attend(q, kv, layer, batch, block_size, scale, variant)
+
+
+def attend(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    block_size: int,
+    scale: float,
+    variant: AttentionVariant,
+) -> torch.Tensor:
+    """`paged_attention_cpu` of what `fits_cpu`."""
     check_shapes(q, kv, block_size, variant, None)
     rows = len(batch.context_lens)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -121,8 +121,10 @@ def paged_attention_triton(
     acc = torch.empty(items, kv_heads, TILE, block_d, dtype=torch.float32, device=q.device)
     stats = torch.empty(items, kv_heads, 2, TILE, dtype=torch.float32, device=q.device)
     # KV tokens of a round, warps and stages, so that registers suffice: by dtypes and head size, never by the batch.
-    step = 16 if q.dtype == torch.float32 else 64 if block_d <= 64 else 32
     form, kv = code_format(kv.dtype), as_bytes(kv)
+    single = q.dtype == torch.float32
+    step = 16 if single else 64 if block_d <= 64 and not form else 32
+    few_warps = block_d <= 64 or (block_d <= 128 and (single or not form))
     with on_device_of(kv):
         _partition_kernel[(items, kv_heads)](
             q,
@@ -157,8 +159,8 @@ def paged_attention_triton(
             STEP=step,
             TILE=TILE,
             BLOCK_D=block_d,
-            num_warps=8 if block_d > 128 or (form and q.dtype != torch.float32) else 4,
-            num_stages=1 if form and q.dtype == torch.float32 else 2,
+            num_warps=4 if few_warps else 8,
+            num_stages=1 if form and (single or block_d > 128) else 2,
         )
         _combine_kernel[(tiles, kv_heads)](
             acc,

@@ -28,7 +28,7 @@ import torch
 from numba import prange
 
 from longtail.kernels._numba import exp_nonpositive, jit
-from longtail.kernels.attention import AttentionBatch
+from longtail.kernels.attention_batch import AttentionBatch
 from longtail.kernels.latent_triton import latent_attention_triton, store_latent_triton
 
 ROWS = 16
@@ -70,6 +70,8 @@ def store_latent(
         shapes = f"c {tuple(c.shape)}, k_rope {tuple(k_rope.shape)}, slots {tuple(slots.shape)}, "
         shapes += f"latent {tuple(latent.shape)}"
         raise ValueError(f"store_latent: shapes do not fit each other for blocks of {block_size}: {shapes}")
+    if not latent.dtype.is_floating_point or latent.itemsize < 2:
+        raise ValueError(f"store_latent: latent is {latent.dtype}, use float32, float16 or bfloat16")
     if latent.is_cuda:
         store_latent_triton(c, k_rope, latent, layer, slots, block_size)
     else:
@@ -111,6 +113,8 @@ def latent_attention(
         raise ValueError(f"latent_attention: shapes do not fit each other for blocks of {block_size}: {shapes}")
     if q_rope.dtype != q_latent.dtype:
         raise ValueError(f"latent_attention: q_rope is {q_rope.dtype}, q_latent {q_latent.dtype}: give them one dtype")
+    if batch.tree_masks is not None:
+        raise ValueError("latent_attention: draft trees (tree_masks) are not supported: verify drafts as sequences")
     if latent.is_cuda:
         return latent_attention_triton(q_latent, q_rope, latent, layer, batch, block_size, scale)
     exact = latent.device.type == "cpu" and latent.dtype == q_latent.dtype == torch.float32

@@ -36,9 +36,7 @@ def latent_attention_triton(
     if rank > 512 or rope > 64 or latent.stride(3) != 1 or latent.stride(2) != rank + rope:
         what = f"rank {rank} (at most 512), rope_dim {rope} (at most 64), latent {tuple(latent.shape)} of dense rows"
         raise ValueError(f"latent_attention: {what}")
-    plan = batch.plans.get(0)
-    if plan is None:
-        plan = batch.plans[0] = SplitPlan.build(batch, 0, heads, latent.device)
+    plan = _plan(batch, heads, latent.device)
     q_latent, q_rope = (x if x.stride(2) == 1 else x.contiguous() for x in (q_latent, q_rope))
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     out[len(batch.context_lens) :].zero_()
@@ -51,6 +49,7 @@ def latent_attention_triton(
     float32 = torch.float32 in (q_latent.dtype, latent.dtype)
     with on_device_of(latent):
         amd = compiles_for_amd()
+        warps = min(max(block_rank // 64, 1), 8) if amd else 8 if float32 and block_rank > 256 else 4
         _partition_kernel[(items,)](
             q_latent,
             q_rope,
@@ -77,7 +76,7 @@ def latent_attention_triton(
             TILE=tile,
             BLOCK_RANK=block_rank,
             BLOCK_ROPE=max(next_power_of_2(rope), 16),
-            num_warps=8 if (float32 and block_rank > 128) or amd else 4,
+            num_warps=warps,
             num_stages=2 if amd else 5,  # 5: the block numbers of the round after next, the latents of the next one
         )
         columns = min(block_rank, COMBINE_COLUMNS)
@@ -95,6 +94,13 @@ def latent_attention_triton(
             num_warps=num_warps_for(tile * columns),
         )
     return out
+
+
+def _plan(batch: AttentionBatch, heads: int, device: torch.device) -> SplitPlan:
+    """The programs of the batch; made by the first layer."""
+    if 0 not in batch.plans:
+        batch.plans[0] = SplitPlan.build(batch, 0, heads, device)
+    return batch.plans[0]
 
 
 @triton_jit

@@ -98,6 +98,8 @@ def _head_dim(
     if qkv.shape[1] != (heads + 2 * kv_heads) * dim or kv.shape[2:] != (2, kv_heads, *cache):
         shapes = f"qkv {tuple(qkv.shape)}, kv {tuple(kv.shape)}, blocks of {block_size}"
         raise ValueError(f"rope_store_kv: {shapes} do not fit {heads} heads and {kv_heads} KV heads")
+    if not kv.dtype.is_floating_point or kv.itemsize < 2:
+        raise ValueError(f"rope_store_kv: kv is {kv.dtype}, which needs scales: write k and v with store_kv instead")
     if cos.shape != sin.shape or cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= dim:
         tables = f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
         raise ValueError(f"rope_store_kv: {tables}: both must be [max positions, at most {dim // 2}]")

@@ -143,7 +143,7 @@ def test_a_row_depends_neither_on_the_batch_nor_on_chunks_nor_on_threads(
     monkeypatch.setattr(module, "PARALLEL_FROM", 10**9)
     whole = world.whole()
     monkeypatch.setattr(module, "PARALLEL_FROM", 0)
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(threads, numba.get_num_threads()))
     for rows, expected in zip(world.whole(), whole, strict=True):
         assert torch.equal(rows, expected)
     for start, stop in ((0, 9), (9, 31), (31, 32), (32, 70)):
@@ -223,6 +223,8 @@ def test_misuse_is_named() -> None:
     latent, batch = empty_latent(2, 1, 4, 8, 4), AttentionBatch.build([1], [1], [[0]], 1)
     with pytest.raises(ValueError, match="store_latent: shapes do not fit each other for blocks of 4"):
         store_latent(torch.ones(1, 8), torch.ones(1, 5), latent, 0, torch.tensor([0]), 4)
+    with pytest.raises(ValueError, match=r"latent is torch.int8, use float32, float16 or bfloat16"):
+        store_latent(torch.ones(1, 8), torch.ones(1, 4), latent.to(torch.int8), 0, torch.tensor([0]), 4)
     with pytest.raises(ValueError, match="latent_attention: shapes do not fit each other for blocks of 16"):
         latent_attention(torch.ones(1, 1, 8), torch.ones(1, 1, 4), latent, 0, batch, 16, 1.0)
     with pytest.raises(ValueError, match=r"q_rope is torch.float16, q_latent torch.float32: give them one dtype"):

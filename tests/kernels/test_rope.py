@@ -145,14 +145,10 @@ def test_partial_rotary_on_the_cpu_is_the_reference() -> None:
 def test_misuse_is_named() -> None:
     cos, weight, kv, one = torch.ones(4, 4), torch.ones(8), make_kv(1, 4, 8), torch.tensor([0])
 
+    given: dict[str, Any] = {"qkv": torch.ones(1, 24), "cos": cos, "sin": cos, "positions": one, "slots": one}
+    given |= {"q_weight": weight, "k_weight": weight, "eps": 1e-6, "kv": kv, "layer": 0}
+
     def call(**changed: Any) -> None:
-        given = {"qkv": torch.ones(1, 24), "cos": cos, "sin": cos, "positions": one, "q_weight": weight} | {
-            "k_weight": weight,
-            "eps": 1e-6,
-            "kv": kv,
-            "layer": 0,
-            "slots": one,
-        }
         rope_store_kv(**(given | changed), block_size=4, heads=1, kv_heads=1)
 
     call()
@@ -166,3 +162,5 @@ def test_misuse_is_named() -> None:
         call(cos=torch.ones(4, 5), sin=torch.ones(4, 5))
     with pytest.raises(ValueError, match="one of each for the 1 rows of qkv"):
         call(slots=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"kv is torch.int8, which needs scales"):
+        call(kv=kv.to(torch.int8))

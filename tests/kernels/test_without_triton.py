@@ -16,6 +16,9 @@ kv.store_kv(ones, ones, cache, 0, torch.tensor([5]), 16)
 assert cache.sum() == 8
 norm.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6)
 activation.silu_mul(torch.ones(1, 4))
+from longtail.kernels import latent, rope
+latent.store_latent(torch.ones(1, 4), torch.ones(1, 4), latent.empty_latent(1, 1, 16, 4, 4), 0, torch.tensor([5]), 16)
+linear.batch_invariant_linear(torch.ones(1, 4), torch.ones(2, 4))
 try:
     kv.store_kv_triton(ones, ones, kv.empty_kv(2, 1, 1, 16, 4, layout="hnd"), 0, torch.tensor([5]), 16)
 except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Attention's variants and quantised caches compile for every target without spills, with tensor cores and wide loads."""
+"""Attention's variants and 8-bit caches compile for every target without spills, with tensor cores and wide loads."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def attend(
 
 
 CASES = {
-    "window": dict(window=128),
-    "softcap": dict(softcap=50.0, dim=256),
-    "sinks_dim_64": dict(sinks=True, window=128, dim=64, group=8),
-    "tree": dict(tree=True),
-    "everything": dict(window=128, softcap=30.0, sinks=True, tree=True),
-    "everything_e4m3": dict(window=128, softcap=30.0, sinks=True, tree=True, cache=torch.float8_e4m3fn),
-    "e4m3": dict(cache=torch.float8_e4m3fn),
-    "e4m3_dim_64": dict(cache=torch.float8_e4m3fn, dim=64),
-    "e4m3_dim_256": dict(cache=torch.float8_e4m3fn, dim=256),
-    "int8": dict(cache=torch.int8),
-    "int8_dim_64": dict(cache=torch.int8, dim=64, block=64),
-    "blocks_of_256": dict(block=256),
-    "dim_80": dict(dim=80, group=1),
-    "dim_96": dict(dim=96, group=16),
-    "dim_192": dict(dim=192),
+    "window": {"window": 128},
+    "softcap": {"softcap": 50.0, "dim": 256},
+    "sinks_dim_64": {"sinks": True, "window": 128, "dim": 64, "group": 8},
+    "tree": {"tree": True},
+    "everything": {"window": 128, "softcap": 30.0, "sinks": True, "tree": True},
+    "everything_e4m3": {"window": 128, "softcap": 30.0, "sinks": True, "tree": True, "cache": torch.float8_e4m3fn},
+    "e4m3": {"cache": torch.float8_e4m3fn},
+    "e4m3_dim_64": {"cache": torch.float8_e4m3fn, "dim": 64},
+    "e4m3_dim_256": {"cache": torch.float8_e4m3fn, "dim": 256},
+    "int8": {"cache": torch.int8},
+    "int8_dim_64": {"cache": torch.int8, "dim": 64, "block": 64},
+    "blocks_of_256": {"block": 256},
+    "dim_80": {"dim": 80, "group": 1},
+    "dim_96": {"dim": 96, "group": 16},
+    "dim_192": {"dim": 192},
 }
 IN_FLOAT16 = {"e4m3", "int8", "everything"}
 IN_FLOAT32 = {"e4m3_dim_64", "int8", "everything", "dim_80", "dim_192"}

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from longtail.bench.offline_compile import TARGETS, compile_launches
+from longtail.kernels.attention import AttentionBatch
+from longtail.kernels.latent_triton import latent_attention_triton, store_latent_triton
+from longtail.kernels.linear import batch_invariant_linear_triton
 from longtail.kernels.rope import rope_store_kv_triton
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -21,15 +24,40 @@ def rope(dtype: torch.dtype, heads: int = 9, kv_heads: int = 3, dim: int = 64, n
     rope_store_kv_triton(qkv, table, table.clone(), at, weight, weight, 1e-6, kv, 1, at, 16, heads, kv_heads)
 
 
+def latent(dtype: torch.dtype, heads: int = 16, rank: int = 512, rope: int = 64, block_size: int = 64) -> None:
+    cache = torch.zeros(40, 2, block_size, rank + rope, dtype=dtype)
+    batch = AttentionBatch.build([1, 4], [300, 20], [list(range(300 // block_size + 1)), [39, 38]], heads)
+    q, q_rope = torch.zeros(5, heads, rank, dtype=dtype), torch.zeros(5, heads, rope, dtype=dtype)
+    latent_attention_triton(q, q_rope, cache, 1, batch, block_size, 0.1)
+
+
+def store_latent(dtype: torch.dtype) -> None:
+    c, k_rope = torch.zeros(5, 512, dtype=dtype), torch.zeros(5, 64, dtype=dtype)
+    store_latent_triton(c, k_rope, torch.zeros(4, 2, 16, 576, dtype=dtype), 1, torch.arange(5), 16)
+
+
+def linear(dtype: torch.dtype, inputs: int = 576, outputs: int = 576) -> None:
+    x, weight = torch.zeros(3, inputs, dtype=dtype), torch.zeros(outputs, inputs, dtype=dtype)
+    batch_invariant_linear_triton(x, weight, torch.zeros(outputs, dtype=dtype), torch.zeros(3, outputs, dtype=dtype))
+
+
 CASES: dict[str, Callable[[torch.dtype], None]] = {
     "rope": rope,
     "rope_norm_dim_128": lambda dtype: rope(dtype, 32, 8, 128, norm=True),
     "rope_norm_dim_256": lambda dtype: rope(dtype, 8, 4, 256, norm=True),
     "rope_dim_80": lambda dtype: rope(dtype, 32, 32, 80),
     "rope_dim_96": lambda dtype: rope(dtype, 32, 32, 96),
+    "latent": latent,
+    "latent_128_heads_blocks_of_1": lambda dtype: latent(dtype, 128, block_size=1),
+    "latent_rank_256": lambda dtype: latent(dtype, 40, 256, 32),
+    "latent_rank_64": lambda dtype: latent(dtype, 3, 64, 16),
+    "store_latent": store_latent,
+    "linear": linear,
+    "linear_wide": lambda dtype: linear(dtype, 4096, 16384),
+    "linear_edges": lambda dtype: linear(dtype, 1544, 1000),
 }
 
-ALL_DTYPES = {"rope"}
+ALL_DTYPES = {"rope", "latent", "store_latent", "linear", "linear_wide"}
 """The cases that run in every dtype; the others differ in shape only."""
 
 
@@ -48,5 +76,10 @@ def test_fit_for_the_target(target: str, case: str, dtype: str) -> None:
             f"stores {launch.stores}, tensor core {launch.tensor_core}"
         )
         assert launch.problems() == []
+        if launch.kernel in ("_partition_kernel", "_linear_kernel") and dtype != "float32":
+            assert launch.tensor_core > 0
+        if launch.kernel == "_partition_kernel" and dtype != "float32":
+            assert not launch.loads.keys() & {8, 16}  # latents come in wide loads, all of them
         assert launch.loads.get(128, 0) > 0
-        assert launch.stores.get(128, 0) > 0
+        if (target, launch.kernel) != ("gfx942", "_linear_kernel"):  # writes the result as matrix instructions leave it
+            assert launch.stores.get(128, 0) > 0
