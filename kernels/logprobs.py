@@ -29,14 +29,19 @@ from longtail.kernels.logprobs_triton import token_logprobs_backward_triton, tok
 from longtail.kernels.sample import CHUNK, _mass, _top
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
-Outputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Outputs = Any
+"""The log-probabilities, or with `return_entropy` (log-probabilities, entropies)."""
 
 LOGITS_PER_CHUNK = 1 << 25
 """Logits that `linear_token_logprobs` makes at a time unless told otherwise: 128 MiB in float32."""
 
 
 def token_logprobs_reference(
-    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor | float = 1.0, *, return_entropy: bool = False
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    temperatures: torch.Tensor | float = 1.0,
+    *,
+    return_entropy: bool = False,
 ) -> Outputs:
     """See `token_logprobs`; float64 inside, differentiated by autograd. float64 logits give float64."""
     temperatures = _check(logits, tokens, temperatures)
@@ -102,8 +107,7 @@ def _token_logprobs(
     if inplace and logits.requires_grad and logits.is_leaf:
         raise ValueError("token_logprobs: inplace_backward would overwrite a leaf; pass logits that an op has made")
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
-    out: Outputs = _TokenLogprobs.apply(rows, tokens, temperatures, backend, return_entropy, inplace)
-    return out
+    return _TokenLogprobs.apply(rows, tokens, temperatures, backend, return_entropy, inplace)
 
 
 def linear_token_logprobs(
@@ -141,10 +145,9 @@ def linear_token_logprobs(
         raise ValueError(f"linear_token_logprobs: rows_per_chunk is {rows_per_chunk}, at least 1 is needed")
     shape = (hidden.shape[0], weight.shape[0])
     temperatures = _check_tokens(shape, hidden.device, tokens, temperatures)
-    out: Outputs = _LinearTokenLogprobs.apply(
+    return _LinearTokenLogprobs.apply(
         hidden, weight, bias, tokens, temperatures, rows_per_chunk, linear, return_entropy
     )
-    return out
 
 
 def _check(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor | float) -> torch.Tensor:
@@ -429,7 +432,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         return_entropy: bool,
     ) -> Outputs:
         call = linear or (lambda h: F.linear(h, weight, bias))
-        parts = []
+        parts: list[tuple[torch.Tensor, ...]] = []
         for start in range(0, hidden.shape[0], rows_per_chunk):
             rows = slice(start, start + rows_per_chunk)
             logits = call(hidden[rows])

@@ -185,4 +185,4 @@ def test_misuse_is_named() -> None:
         ((hidden, weight, tokens), {"linear": lambda h: h}, r"linear gave \(2, 4\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            linear_token_logprobs(*arguments, **options)  # type: ignore[arg-type]
+            linear_token_logprobs(*arguments, **options)

@@ -65,8 +65,8 @@ def test_token_logprobs_are_samples_bit_for_bit(vocab: int) -> None:
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_forward_and_gradient_are_autograds(vocab: int, with_entropy: bool) -> None:
     """Against float64; p has a relative error of some 1e-6 (exp of a rounded argument up to 87)."""
-    logits, tokens, t, g, ge = problem(5, vocab)
-    ge = ge if with_entropy else None
+    logits, tokens, t, g, weights = problem(5, vocab)
+    ge = weights if with_entropy else None
     got = run(token_logprobs, logits, tokens, t, g, ge)
     want = run(token_logprobs_reference, logits.double(), tokens, t, g, ge)
     assert got[2].dtype == torch.float32
@@ -93,7 +93,7 @@ def test_float64_passes_gradcheck() -> None:
     logits, tokens, t, *_ = problem(4, 7)
     logits = logits.masked_fill(logits == -INF, -3.0).double().requires_grad_()
     for op in (token_logprobs, token_logprobs_reference):
-        assert torch.autograd.gradcheck(lambda x: op(x * 1.0, tokens, t, return_entropy=True), logits)
+        assert torch.autograd.gradcheck(lambda x, op=op: op(x * 1.0, tokens, t, return_entropy=True), logits)
 
 
 def test_the_plain_formulas_are_the_references() -> None:
