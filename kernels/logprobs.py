@@ -106,7 +106,8 @@ def _token_logprobs(
     temperatures = _check(logits, tokens, temperatures)
     if inplace and logits.requires_grad and logits.is_leaf:
         raise ValueError("token_logprobs: inplace_backward would overwrite a leaf; pass logits that an op has made")
-    rows = logits if logits.stride(1) == 1 else logits.contiguous()
+    apart = not inplace or logits.stride(0) >= logits.shape[1]  # expanded rows share memory
+    rows = logits if logits.stride(1) == 1 and apart else logits.contiguous()
     return _TokenLogprobs.apply(rows, tokens, temperatures, backend, return_entropy, inplace)
 
 

@@ -156,6 +156,20 @@ def test_inplace_backward_has_the_same_bits_in_the_logits_memory(dtype: torch.dt
     assert seen == [made.data_ptr()]
 
 
+def test_inplace_backward_of_expanded_rows() -> None:
+    """Rows that share memory are copied first."""
+    tokens = torch.tensor([0, 5, 9])
+    grads = []
+    for inplace in (False, True):
+        leaf = randn(20).requires_grad_()
+        logits = (leaf * 1.0).expand(3, 20)
+        token_logprobs(logits, tokens, torch.tensor([1.0, 0.5, 2.0]), inplace_backward=inplace).sum().backward()
+        grads.append(leaf.grad)
+    assert grads[0] is not None
+    assert grads[1] is not None
+    assert torch.equal(grads[0], grads[1])
+
+
 def test_inplace_backward_is_refused_where_it_would_do_harm() -> None:
     leaf = randn(2, 5).requires_grad_()
     tokens = torch.tensor([0, 1])

@@ -88,7 +88,15 @@ def test_inplace_backward_and_views() -> None:
     wide = torch.randn(3, 60, generator=torch.Generator().manual_seed(0))
     for view in (wide[:, ::3], wide[:, 3:23]):
         some = torch.tensor([0, 5, 19])
-        assert torch.equal(token_logprobs_triton(view, some), token_logprobs_triton(view.contiguous(), some))
+        leaves = wide.clone().requires_grad_(), view.contiguous().requires_grad_()
+        seen = leaves[0].as_strided(view.size(), view.stride(), view.storage_offset())
+        outs = [token_logprobs_triton(x, some) for x in (seen, leaves[1])]
+        for out in outs:
+            (out * g).sum().backward()
+        assert torch.equal(outs[0], outs[1])
+        assert leaves[0].grad is not None
+        assert leaves[1].grad is not None
+        assert torch.equal(leaves[0].grad.as_strided(view.size(), view.stride(), view.storage_offset()), leaves[1].grad)
 
 
 @pytest.mark.parametrize(("column", "value"), [(0, torch.nan), (4200, torch.nan), (0, INF), (4200, INF)])
