@@ -33,9 +33,7 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 
 
 @triton_jit
-def philox_words(
-    c0: tl.tensor, c1: tl.tensor, c2: tl.tensor, c3: tl.tensor, k0: tl.tensor, k1: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def philox_words(c0: tl.tensor, c1: tl.tensor, c2: tl.tensor, c3: tl.tensor, k0: tl.tensor, k1: tl.tensor) -> Any:
     """Four uint32 words of counters, all arguments uint32, of shapes that broadcast to c0's."""
     zero = c0 * 0
     return tl.philox((k1.to(tl.uint64) << 32) | k0.to(tl.uint64), c0, c1 + zero, c2 + zero, c3 + zero)

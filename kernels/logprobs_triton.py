@@ -127,10 +127,11 @@ def _chunk_kernel(
     """A program reduces one chunk of one row."""
     program = tl.program_id(0).to(tl.int64)
     row, chunk = program // CHUNKS, program % CHUNKS
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * logits_row + column, mask=column < VOCAB, other=-float("inf"))
+    offset = tl.arange(0, CHUNK)
+    live = offset < (VOCAB - chunk * CHUNK).to(tl.int32)
+    x = tl.load(logits + (row * logits_row + chunk * CHUNK) + offset, mask=live, other=-float("inf"))
     z = x.to(tl.float32) * scale_of(temperatures, row)
-    z = tl.where(column < VOCAB, z, -float("inf"))  # an infinite temperature would make NaN of the padding
+    z = tl.where(live, z, -float("inf"))  # an infinite temperature would make NaN of the padding
     top = tl.max(z, axis=0)
     y = z - tl.where(top == -float("inf"), 0.0, top)
     e = tl.exp(y)
@@ -197,15 +198,18 @@ def _gradient_kernel(
     """A program writes the gradient of one chunk of one row; out may be logits."""
     program = tl.program_id(0).to(tl.int64)
     row, chunk = program // CHUNKS, program % CHUNKS
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
-    mask = column < VOCAB
-    x = tl.load(logits + row * logits_row + column, mask=mask, other=-float("inf")).to(tl.float32)
+    offset = tl.arange(0, CHUNK)
+    begin = chunk * CHUNK
+    live = offset < (VOCAB - begin).to(tl.int32)
+    x = tl.load(logits + (row * logits_row + begin) + offset, mask=live, other=-float("inf")).to(tl.float32)
     scale = scale_of(temperatures, row)
     logp = x * scale - tl.load(tops + row) - tl.load(log_totals + row)
     p = tl.exp(logp)
     g = tl.load(grads + row)
-    grad = tl.where(column == tl.load(tokens + row), g, 0.0) - p * g
+    token = tl.load(tokens + row) - begin
+    token = tl.where((token >= 0) & (token < CHUNK), token, CHUNK).to(tl.int32)
+    grad = tl.where(offset == token, g, 0.0) - p * g
     if ENTROPY:
         above = tl.where(p == 0.0, 0.0, logp) + tl.load(entropies + row)  # NaN is not 0 and stays
         grad -= p * above * tl.load(entropy_grads + row)
-    tl.store(out + row * out_row + column, (grad * scale).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + (row * out_row + begin) + offset, (grad * scale).to(out.dtype.element_ty), mask=live)

@@ -4,7 +4,7 @@ Packed rows of sequences with n_i >= 0 drafts d:
 
     drafts   [ d0 d1 d2 | (none) | d0 ]                cu_drafts = [0, 3, 3, 4]
     rows     [ r0 r1 r2 r3 | r0 | r0 r1 ]              row j follows draft j - 1 and verifies draft j; the last one
-    sampled  [ s0 s1 s2 s3 | s0 | s0 s1 ]              gives the bonus token. Row j of sequence i is cu_drafts[i] + i + j
+    sampled  [ s0 s1 s2 s3 | s0 | s0 s1 ]              gives the bonus token; row j of sequence i: cu_drafts[i] + i + j
 
 With s_j the token that the target samples at row j with the noise of that output position (a pure function of seed and
 position, kernels/sample.py), draft j is *accepted* while d_j = s_j, and s_a is emitted after a accepted drafts: the
@@ -15,6 +15,7 @@ on a prefix of emitted tokens, so the stream does not depend on the drafts: with
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def verify_drafts_reference(
     most = _check_match(drafts, sampled, cu_drafts, logprobs, None)
     starts = cu_drafts.tolist()
     accepted, tokens, picked = [], [], []
-    for i, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (start, stop) in enumerate(itertools.pairwise(starts)):
         row = start + i
         a = 0
         while a < stop - start and drafts[start + a] == sampled[row + a]:

@@ -173,6 +173,9 @@ def _verify_reference(
             if status[i]:
                 break
             token, accept = _decide(z, draft, q, t <= 0, seed, positions[i] + j)
+            if token < 0:
+                status[i] = 3
+                break
             tokens[i, j], logprobs[i, j] = token, z[token] - np.logaddexp.reduce(z)
             if not accept:
                 break
@@ -194,7 +197,8 @@ def _fault(z: np.ndarray, draft: int | None, q: np.ndarray | None) -> int:
 def _decide(
     z: np.ndarray, draft: int | None, q: np.ndarray | None, greedy: bool, seed: int, position: int
 ) -> tuple[int, bool]:
-    """-> the token to emit at a row, and whether it is the accepted draft (None: the bonus row)."""
+    """-> the token to emit at a row (-1: the residual of a bad q), and whether it is the accepted draft.
+    draft: None for the bonus row."""
     if greedy:
         return int(np.argmax(z)), int(np.argmax(z)) == draft
     p = np.exp(z - np.logaddexp.reduce(z))
@@ -205,6 +209,8 @@ def _decide(
         if q[draft] > 0:
             if stream_uniforms(seed, position, 1, 1)[0] * q[draft] < p[draft]:
                 return draft, True
+            if not (q >= 0).all():
+                return -1, False
             residual = np.maximum(p - q, 0.0)
             weights = residual if residual.any() else p
     return int(np.argmax(weights / -np.log1p(-stream_uniforms(seed, position, len(p), stream)))), False

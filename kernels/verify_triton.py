@@ -2,15 +2,20 @@
 
 1. `_chunk_kernel`, a program for each chunk of 4,096 tokens of every row: top, mass, first largest token.
 2. `_judge_kernel`, a program for each row: combines its chunks and passes a verdict, as if the row were reached.
-3. `_race_kernel`, a program for each chunk of one row a sequence, the first that does not accept: the race of the
-   residual, and of p, on which it falls back.
+3. `_race_kernel`, a program for each chunk of one row a sequence, the first that does not accept: the race.
 4. `_emit_kernel`, a program for each sequence: combines the race, writes what is emitted.
+
+The residual falls back on p within the race: its weights are max(p - q, 0) + p * 2^-60. The addend is less than half a
+unit in the last place of a positive difference, which is at least 2^-25 p; so p decides where the residual's mass is
+below 2^-60 of what it competes with, which moves the distribution by less than that.
 
 Rows after the first rejection cost their one read in 1, which knows of no rejection; 3 reads S rows, not D + S.
 Chunks depend on V alone, so a row's bits are its own.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -22,6 +27,8 @@ from longtail.kernels.verify import Verified
 
 PHILOX_TOKENS = 1024
 """Tokens of 256 counters of four words; as CHUNK in kernels/sample.py."""
+
+TWO_TO_MINUS_60 = 2.0**-60
 
 # Verdicts: 0 accept, 1 draw from the residual, 2 draw from p after a draft with q(d) = 0, 3 draw the bonus from p,
 # 4 emit the largest (temperature 0), 4 + s a fault with status s.
@@ -57,8 +64,8 @@ def verify_rejection_triton(
     firsts = torch.empty(rows, chunks, dtype=torch.int32, device=device)
     verdicts = torch.empty(rows, 2, dtype=torch.int32, device=device)
     statistics = torch.empty(rows, 3, dtype=torch.float32, device=device)
-    scores = torch.empty(sequences, 2, race_chunks, dtype=torch.float32, device=device)
-    winners = torch.empty(sequences, 2, race_chunks, dtype=torch.int32, device=device)
+    scores = torch.empty(sequences, race_chunks, dtype=torch.float32, device=device)
+    winners = torch.empty(sequences, race_chunks, dtype=torch.int32, device=device)
     with on_device_of(logits):
         _chunk_kernel[(rows * chunks,)](
             logits,
@@ -106,6 +113,7 @@ def verify_rejection_triton(
             logits.stride(0),
             q.stride(0),
             HAS_PROBS=draft_probs is not None,
+            FALLBACK=TWO_TO_MINUS_60,
             VOCAB=vocab,
             GROUPS=race_chunk // PHILOX_TOKENS,
             CHUNKS=race_chunks,
@@ -143,9 +151,7 @@ def _scale_of(temperatures: tl.tensor, row: tl.tensor) -> tl.tensor:
 
 
 @triton_jit
-def _stream_words(
-    counter: tl.tensor, seed: tl.tensor, position: tl.tensor, stream: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def _stream_words(counter: tl.tensor, seed: tl.tensor, position: tl.tensor, stream: tl.tensor) -> Any:
     """Four words for each counter (uint32); seed and position are int64, stream int32."""
     low: tl.constexpr = 0xFFFFFFFF
     return philox_words(
@@ -186,17 +192,17 @@ def _chunk_kernel(
     """A program reduces one chunk of one row."""
     program = tl.program_id(0).to(tl.int64)
     row, chunk = program // CHUNKS, program % CHUNKS
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * logits_row + column, mask=column < VOCAB, other=-float("inf"))
-    z = x.to(tl.float32) * _scale_of(temperatures, row)
-    z = tl.where(column < VOCAB, z, -float("inf"))
+    offset = tl.arange(0, CHUNK)
+    live = offset < (VOCAB - chunk * CHUNK).to(tl.int32)
+    x = tl.load(logits + (row * logits_row + chunk * CHUNK) + offset, mask=live, other=-float("inf"))
+    z = tl.where(live, x.to(tl.float32) * _scale_of(temperatures, row), -float("inf"))
     top = tl.max(z, axis=0)
+    first = tl.min(tl.where(z == top, offset, CHUNK), axis=0)
     total = tl.sum(tl.exp(z - tl.where(top == -float("inf"), 0.0, top)), axis=0)
     at = parts + row * (2 * CHUNKS) + chunk
     tl.store(at, top)
     tl.store(at + CHUNKS, total)
-    first = tl.min(tl.where(z == top, column, VOCAB), axis=0)
-    tl.store(firsts + row * CHUNKS + chunk, first.to(tl.int32))
+    tl.store(firsts + row * CHUNKS + chunk, (chunk * CHUNK).to(tl.int32) + first)
 
 
 @triton_jit
@@ -285,11 +291,12 @@ def _race_kernel(
     positions: tl.tensor,
     verdicts: tl.tensor,
     statistics: tl.tensor,
-    scores: tl.tensor,  # [S, 2, CHUNKS]: best score of the residual (NaN: q is NaN or negative) and of p
-    winners: tl.tensor,  # [S, 2, CHUNKS]: the tokens that have them
+    scores: tl.tensor,  # [S, CHUNKS]: best score (NaN: q is NaN or negative)
+    winners: tl.tensor,  # [S, CHUNKS]: the token that has it
     logits_row: tl.tensor,
     probs_row: tl.tensor,
     HAS_PROBS: tl.constexpr,
+    FALLBACK: tl.constexpr,
     VOCAB: tl.constexpr,
     GROUPS: tl.constexpr,  # of 1,024 tokens in a chunk
     CHUNKS: tl.constexpr,
@@ -308,57 +315,39 @@ def _race_kernel(
         residual = verdict == 1
         scale, top = _scale_of(temperatures, row), tl.load(statistics + row * 3)
         log_total = tl.load(statistics + row * 3 + 1)
-        draft = tl.load(drafts + start + a, mask=a < count, other=-1)
-        group = chunk * GROUPS + tl.arange(0, GROUPS)[:, None]
-        lane = tl.arange(0, 256)[None, :]
+        begin = chunk * (GROUPS * 1024)
+        here = (VOCAB - begin).to(tl.int32)  # tokens from `begin` on
+        if not HAS_PROBS:
+            draft = (tl.load(drafts + start + a, mask=a < count, other=-1) - begin).to(tl.int32)
+        group, lane = tl.arange(0, GROUPS)[:, None], tl.arange(0, 256)[None, :]
         words = _stream_words(
-            (group * 256 + lane).to(tl.uint32),
+            ((chunk * GROUPS).to(tl.int32) + group).to(tl.uint32) * 256 + lane.to(tl.uint32),
             tl.load(seeds + sequence),
             tl.load(positions + sequence) + a,
             tl.where(verdict == 3, 0, 2),
         )
-        best_r, best_p = -1.0, -1.0
-        winner_r, winner_p = chunk * 0 + VOCAB, chunk * 0 + VOCAB
-        bad = 0
+        best = tl.full([GROUPS, 256], -1.0, tl.float32)
+        winner = tl.zeros([GROUPS, 256], tl.int32)
         for k in tl.static_range(4):
-            token = group * 1024 + k * 256 + lane
-            live = token < VOCAB
-            x = tl.load(logits + row * logits_row + token, mask=live, other=-float("inf")).to(tl.float32)
-            p = tl.exp(tl.where(live, x * scale - top - log_total, -float("inf")))
+            offset = group * 1024 + k * 256 + lane
+            live = offset < here
+            x = tl.load(logits + (row * logits_row + begin) + offset, mask=live, other=-float("inf")).to(tl.float32)
+            p = tl.exp(x * scale - top - log_total)
             if HAS_PROBS:
-                q = tl.load(draft_probs + (start + a) * probs_row + token, mask=live & residual, other=0.0)
-                bad += tl.max(tl.max(tl.where(q >= 0.0, 0, 1), axis=1), axis=0)
-                r = tl.maximum(p - q, 0.0)
+                q_at = draft_probs + ((start + a) * probs_row + begin) + offset
+                q = tl.load(q_at, mask=live & residual, other=0.0)
+                r = tl.where(q >= 0.0, tl.where(p > q, p - q, 0.0), float("nan"))
             else:
-                r = tl.where(token == draft, 0.0, p)
-            rate = 1.0 / _exponential(_uniform(words[k]))
-            score = tl.where(live, r * rate, -1.0)
-            most = tl.max(tl.max(score, axis=1), axis=0)
-            first = tl.min(tl.min(tl.where(score == most, token, VOCAB), axis=1), axis=0)
-            better = (most > best_r) | ((most == best_r) & (first < winner_r))
-            best_r, winner_r = tl.where(better, most, best_r), tl.where(better, first, winner_r)
-            score = tl.where(live, p * rate, -1.0)
-            most = tl.max(tl.max(score, axis=1), axis=0)
-            first = tl.min(tl.min(tl.where(score == most, token, VOCAB), axis=1), axis=0)
-            better = (most > best_p) | ((most == best_p) & (first < winner_p))
-            best_p, winner_p = tl.where(better, most, best_p), tl.where(better, first, winner_p)
-        at = sequence * (2 * CHUNKS) + chunk
-        tl.store(scores + at, tl.where(bad > 0, float("nan"), best_r))
-        tl.store(scores + at + CHUNKS, best_p)
-        tl.store(winners + at, winner_r.to(tl.int32))
-        tl.store(winners + at + CHUNKS, winner_p.to(tl.int32))
-
-
-@triton_jit
-def _winner(
-    scores: tl.tensor, winners: tl.tensor, chunk: tl.tensor, live: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Best score of a race's chunks, its token, and whether a score is NaN."""
-    score = tl.load(scores + chunk, mask=live, other=-1.0)
-    token = tl.load(winners + chunk, mask=live, other=0x7FFFFFFF)
-    bad = tl.max(tl.where(score == score, 0, 1), axis=0)
-    best = tl.max(score, axis=0)
-    return best, tl.min(tl.where(score == best, token, 0x7FFFFFFF), axis=0), bad
+                r = tl.where(offset == draft, 0.0, p)
+            weight = tl.where(residual, r + p * FALLBACK, p)
+            score = tl.where(live, weight / _exponential(_uniform(words[k])), -1.0)
+            better = (score > best) | (score != score)  # NaN stays: nothing is larger
+            best, winner = tl.where(better, score, best), tl.where(better, offset, winner)
+        bad = tl.max(tl.max(tl.where(best == best, 0, 1), axis=1), axis=0)
+        most = tl.max(tl.max(best, axis=1), axis=0)
+        first = tl.min(tl.min(tl.where(best == most, winner, GROUPS * 1024), axis=1), axis=0)
+        tl.store(scores + program, tl.where(bad > 0, float("nan"), most))
+        tl.store(winners + program, begin.to(tl.int32) + first)
 
 
 @triton_jit
@@ -390,13 +379,13 @@ def _emit_kernel(
     row = start + sequence + a
     verdict = tl.load(verdicts + row * 2)
     chunk = tl.arange(0, BLOCK)
-    live = (chunk < CHUNKS) & (verdict < 4)
-    race = sequence * (2 * CHUNKS)
-    best, from_residual, bad = _winner(scores + race, winners + race, chunk, live)
-    _, from_p, _ = _winner(scores + race + CHUNKS, winners + race + CHUNKS, chunk, live)
-    token = tl.where((verdict == 1) & (best > 0.0), from_residual, from_p)
+    raced = (chunk < CHUNKS) & (verdict < 4)
+    score = tl.load(scores + sequence * CHUNKS + chunk, mask=raced, other=-1.0)
+    winner = tl.load(winners + sequence * CHUNKS + chunk, mask=raced, other=VOCAB)
+    bad = tl.max(tl.where(score == score, 0, 1), axis=0)
+    token = tl.min(tl.where(score == tl.max(score, axis=0), winner, VOCAB), axis=0)
     token = tl.where(verdict == 4, tl.load(verdicts + row * 2 + 1), token)
-    fault = tl.where(verdict > 4, verdict - 4, tl.where((verdict == 1) & (bad > 0), 3, 0))
+    fault = tl.where(verdict > 4, verdict - 4, tl.where(bad > 0, 3, 0))
     token = tl.where(fault > 0, -1, token).to(tl.int64)
     x = tl.load(logits + row * logits_row + token, mask=(token >= 0) & (token < VOCAB), other=float("nan"))
     z = x.to(tl.float32) * _scale_of(temperatures, row)

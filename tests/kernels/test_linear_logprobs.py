@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtail.kernels.linear import PackedLinear, find_row_rule
-from longtail.kernels.logprobs import linear_token_logprobs, token_logprobs, token_logprobs_reference
+from longtail.kernels.linear_logprobs import linear_token_logprobs
+from longtail.kernels.logprobs import token_logprobs, token_logprobs_reference
 
 T, H, V = 13, 24, 301
 
@@ -185,4 +186,4 @@ def test_misuse_is_named() -> None:
         ((hidden, weight, tokens), {"linear": lambda h: h}, r"linear gave \(2, 4\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            linear_token_logprobs(*arguments, **options)  # type: ignore[arg-type]
+            linear_token_logprobs(*arguments, **options)

@@ -65,8 +65,8 @@ def test_token_logprobs_are_samples_bit_for_bit(vocab: int) -> None:
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_forward_and_gradient_are_autograds(vocab: int, with_entropy: bool) -> None:
     """Against float64; p has a relative error of some 1e-6 (exp of a rounded argument up to 87)."""
-    logits, tokens, t, g, ge = problem(5, vocab)
-    ge = ge if with_entropy else None
+    logits, tokens, t, g, weights = problem(5, vocab)
+    ge = weights if with_entropy else None
     got = run(token_logprobs, logits, tokens, t, g, ge)
     want = run(token_logprobs_reference, logits.double(), tokens, t, g, ge)
     assert got[2].dtype == torch.float32
@@ -93,7 +93,7 @@ def test_float64_passes_gradcheck() -> None:
     logits, tokens, t, *_ = problem(4, 7)
     logits = logits.masked_fill(logits == -INF, -3.0).double().requires_grad_()
     for op in (token_logprobs, token_logprobs_reference):
-        assert torch.autograd.gradcheck(lambda x: op(x * 1.0, tokens, t, return_entropy=True), logits)
+        assert torch.autograd.gradcheck(lambda x, op=op: op(x * 1.0, tokens, t, return_entropy=True), logits)
 
 
 def test_the_plain_formulas_are_the_references() -> None:
@@ -154,6 +154,20 @@ def test_inplace_backward_has_the_same_bits_in_the_logits_memory(dtype: torch.dt
     made.register_hook(lambda grad: seen.append(grad.data_ptr()))
     token_logprobs(made, tokens, t, inplace_backward=True).sum().backward()
     assert seen == [made.data_ptr()]
+
+
+def test_inplace_backward_of_expanded_rows() -> None:
+    """Rows that share memory are copied first."""
+    tokens = torch.tensor([0, 5, 9])
+    grads = []
+    for inplace in (False, True):
+        leaf = randn(20).requires_grad_()
+        logits = (leaf * 1.0).expand(3, 20)
+        token_logprobs(logits, tokens, torch.tensor([1.0, 0.5, 2.0]), inplace_backward=inplace).sum().backward()
+        grads.append(leaf.grad)
+    assert grads[0] is not None
+    assert grads[1] is not None
+    assert torch.equal(grads[0], grads[1])
 
 
 def test_inplace_backward_is_refused_where_it_would_do_harm() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from longtail.kernels.logprobs import token_logprobs_reference, token_logprobs_triton
+from longtail.kernels import linear_logprobs
+from longtail.kernels.logprobs import _TRITON, token_logprobs_reference, token_logprobs_triton
 from longtail.kernels.logprobs_triton import MOST_CHUNK, chunk_size
 
 INF = math.inf
@@ -88,7 +89,15 @@ def test_inplace_backward_and_views() -> None:
     wide = torch.randn(3, 60, generator=torch.Generator().manual_seed(0))
     for view in (wide[:, ::3], wide[:, 3:23]):
         some = torch.tensor([0, 5, 19])
-        assert torch.equal(token_logprobs_triton(view, some), token_logprobs_triton(view.contiguous(), some))
+        leaves = wide.clone().requires_grad_(), view.contiguous().requires_grad_()
+        seen = leaves[0].as_strided(view.size(), view.stride(), view.storage_offset())
+        outs = [token_logprobs_triton(x, some) for x in (seen, leaves[1])]
+        for out in outs:
+            (out * g).sum().backward()
+        assert torch.equal(outs[0], outs[1])
+        assert leaves[0].grad is not None
+        assert leaves[1].grad is not None
+        assert torch.equal(leaves[0].grad.as_strided(view.size(), view.stride(), view.storage_offset()), leaves[1].grad)
 
 
 @pytest.mark.parametrize(("column", "value"), [(0, torch.nan), (4200, torch.nan), (0, INF), (4200, INF)])
@@ -126,6 +135,27 @@ def test_excluded_tokens_and_rows_without_a_token() -> None:
     expected[3] = 1.0
     torch.testing.assert_close(grad[0], expected, rtol=1e-5, atol=1e-7)
     assert all(result[1].isnan().all() for result in (logprobs, entropy, grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_the_lm_head(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the chunks' logits are overwritten by their gradient, in their own dtype."""
+    monkeypatch.setattr(linear_logprobs, "backend_of", lambda x: _TRITON)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(7, 8, generator=generator), torch.randn(50, 8, generator=generator)
+    tokens, t, g = torch.arange(7) * 7, torch.tensor([1.0, 0.0, 0.6, 1.7, 1.0, 1.0, 2.0]), torch.arange(1.0, 8.0)
+    results = []
+    for wide in (False, True):
+        h, w = (x.to(dtype, copy=True).to(torch.float64 if wide else dtype).requires_grad_() for x in (hidden, weight))
+        if wide:
+            out = token_logprobs_reference(h @ w.t(), tokens, t)
+        else:
+            out = linear_logprobs.linear_token_logprobs(h, w, tokens, t, rows_per_chunk=3)
+        grads = torch.autograd.grad((out * g).sum(), (h, w))
+        results.append([x.double() for x in (out.detach(), *grads)])
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2  # bfloat16: of the logits, their gradient and the sums
+    for got, want in zip(*results, strict=True):
+        assert (got - want).abs().max() < tolerance * want.abs().max()
 
 
 def test_no_rows_and_the_chunks_of_a_row() -> None:
