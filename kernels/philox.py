@@ -96,14 +96,14 @@ def uniform_numba(word: Any) -> Any:
 
 
 @triton_jit
-def philox_triton(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
-    """seed, position: int64 scalars (the seed's bits as those of a uint64); counter: c0, any integers -> four tensors
-    of uint32 words, of counter's shape."""
+def philox_triton(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, stream: tl.tensor) -> tl.tensor:
+    """seed, position: int64 scalars (the seed's bits as those of a uint64); counter: c0, any integers; stream: a
+    constant or a uint32 scalar -> four tensors of uint32 words, of counter's shape."""
     c0 = counter.to(tl.uint32)
     zero = c0 & 0
     c1 = zero | (position & 0xFFFFFFFF).to(tl.uint32)
     c2 = zero | ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    return tl.philox(seed, c0, c1, c2, zero | STREAM)
+    return tl.philox(seed, c0, c1, c2, zero | stream)
 
 
 @triton_jit

@@ -31,8 +31,7 @@ import torch
 from numba import prange
 
 from longtail.kernels._numba import LANES, inline, jit
-from longtail.kernels._philox_streams import philox, philox_reference
-from longtail.kernels.philox import CHUNK, QUARTER, uniform_numba
+from longtail.kernels.philox import CHUNK, QUARTER, philox_numba, uniform_noise, uniform_numba
 from longtail.kernels.sample import _mass, _top
 from longtail.kernels.verify import Verified, check_drafts
 from longtail.kernels.verify_triton import verify_rejection_triton
@@ -143,17 +142,6 @@ def _report(
 # ---- reference
 
 
-def stream_uniforms(seed: int, position: int, vocab: int, stream: int) -> np.ndarray:
-    """float64 [vocab] in (0, 1): the noise of one output position and stream; token i as in kernels/sample.py."""
-    counter = np.zeros((-(-vocab // CHUNK) * QUARTER, 4), np.uint32)
-    counter[:, 0] = np.arange(len(counter))
-    counter[:, 1:] = position & 0xFFFFFFFF, position >> 32, stream
-    words = philox_reference(counter, (seed & 0xFFFFFFFF, seed >> 32))
-    flat = words.reshape(-1, QUARTER, 4).transpose(0, 2, 1).reshape(-1)[:vocab]
-    uniforms: np.ndarray = ((flat & np.uint32(0x7FFFFFFF)).astype(np.float64) + 0.5) * 2.0**-31
-    return uniforms
-
-
 def _verify_reference(
     logits: torch.Tensor, drafts: torch.Tensor, draft_probs: torch.Tensor | None, batch: DraftBatch, most: int
 ) -> tuple[Verified, torch.Tensor]:
@@ -207,13 +195,13 @@ def _decide(
         stream = 2
         q = np.arange(len(p)) == draft if q is None else q
         if q[draft] > 0:
-            if stream_uniforms(seed, position, 1, 1)[0] * q[draft] < p[draft]:
+            if uniform_noise(seed, position, 1, 1)[0] * q[draft] < p[draft]:
                 return draft, True
             if not (q >= 0).all():
                 return -1, False
             residual = np.maximum(p - q, 0.0)
             weights = residual if residual.any() else p
-    return int(np.argmax(weights / -np.log1p(-stream_uniforms(seed, position, len(p), stream)))), False
+    return int(np.argmax(weights / -np.log1p(-uniform_noise(seed, position, len(p), stream)))), False
 
 
 # ---- CPU
@@ -278,7 +266,7 @@ def _race(weights: Any, seed: Any, position: Any, stream: Any) -> Any:
         first = c if weights[c] > weights[first] else first
     # The most likely token first: a good bound from the start.
     counter = np.uint64((first // CHUNK) * QUARTER + first % QUARTER)
-    w0, w1, w2, w3 = philox(counter, p_lo, p_hi, stream, k0, k1)
+    w0, w1, w2, w3 = philox_numba(counter, p_lo, p_hi, stream, k0, k1)
     which = (first % CHUNK) // QUARTER
     word = w0 if which == 0 else (w1 if which == 1 else (w2 if which == 2 else w3))
     best = np.float64(weights[first]) / -math.log1p(-np.float64(uniform_numba(np.uint32(word))))
@@ -290,7 +278,7 @@ def _race(weights: Any, seed: Any, position: Any, stream: Any) -> Any:
         stop = min(size, start + CHUNK)
         base = np.uint64((start // CHUNK) * QUARTER)
         for i in range(QUARTER):
-            w0, w1, w2, w3 = philox(np.uint64(index[i]) + base, p_lo, p_hi, stream, k0, k1)
+            w0, w1, w2, w3 = philox_numba(np.uint64(index[i]) + base, p_lo, p_hi, stream, k0, k1)
             words[0, i] = w0
             words[1, i] = w1
             words[2, i] = w2
@@ -369,7 +357,7 @@ def _verify(
                 elif j < count:
                     stream = np.uint64(2)
                     m32 = np.uint64(0xFFFFFFFF)
-                    word, _, _, _ = philox(
+                    word, _, _, _ = philox_numba(
                         np.uint64(0),
                         position & m32,
                         position >> np.uint64(32),

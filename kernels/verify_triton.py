@@ -15,14 +15,12 @@ Chunks depend on V alone, so a row's bits are its own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from longtail.kernels._philox_streams import philox_words
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, tl
 from longtail.kernels.logprobs_triton import chunk_size, combine_chunks
+from longtail.kernels.philox import exponential_triton, philox_triton, uniform_triton
 from longtail.kernels.verify import Verified
 
 PHILOX_TOKENS = 1024
@@ -151,34 +149,6 @@ def _scale_of(temperatures: tl.tensor, row: tl.tensor) -> tl.tensor:
 
 
 @triton_jit
-def _stream_words(counter: tl.tensor, seed: tl.tensor, position: tl.tensor, stream: tl.tensor) -> Any:
-    """Four words for each counter (uint32); seed and position are int64, stream int32."""
-    low: tl.constexpr = 0xFFFFFFFF
-    return philox_words(
-        counter,
-        (position & low).to(tl.uint32),
-        ((position >> 32) & low).to(tl.uint32),
-        stream.to(tl.uint32),
-        (seed & low).to(tl.uint32),
-        ((seed >> 32) & low).to(tl.uint32),
-    )
-
-
-@triton_jit
-def _uniform(word: tl.tensor) -> tl.tensor:
-    """31 bits -> (0, 1], 1 by rounding."""
-    return ((word & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
-
-
-@triton_jit
-def _exponential(u: tl.tensor) -> tl.tensor:
-    """-log(1 - u) to a few ulp: the series where winners lie, at small u, where 1 - u has lost its bits."""
-    series = 1.0 / 5.0 + u * (1.0 / 6.0 + u * (1.0 / 7.0))
-    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + u * series))))
-    return tl.where(u < 0.0625, series, -tl.log(1.0 - u))
-
-
-@triton_jit
 def _chunk_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -253,8 +223,8 @@ def _judge_kernel(
             q = tl.load(draft_probs + (start + j) * probs_row + draft, mask=known, other=1.0)
         seed, position = tl.load(seeds + sequence), tl.load(positions + sequence) + j
         counter = tl.zeros([1], tl.uint32)
-        word, _, _, _ = _stream_words(counter, seed, position, tl.full([1], 1, tl.int32))
-        u = tl.sum(_uniform(word), axis=0)
+        word, _, _, _ = philox_triton(seed, position, counter, 1)
+        u = tl.sum(uniform_triton(word), axis=0)
 
         verdict = tl.where(u * q < tl.exp(logprob), 0, 1)
         verdict = tl.where(q == 0.0, 2, verdict)
@@ -320,11 +290,11 @@ def _race_kernel(
         if not HAS_PROBS:
             draft = (tl.load(drafts + start + a, mask=a < count, other=-1) - begin).to(tl.int32)
         group, lane = tl.arange(0, GROUPS)[:, None], tl.arange(0, 256)[None, :]
-        words = _stream_words(
-            ((chunk * GROUPS).to(tl.int32) + group).to(tl.uint32) * 256 + lane.to(tl.uint32),
+        words = philox_triton(
             tl.load(seeds + sequence),
             tl.load(positions + sequence) + a,
-            tl.where(verdict == 3, 0, 2),
+            ((chunk * GROUPS).to(tl.int32) + group).to(tl.uint32) * 256 + lane.to(tl.uint32),
+            tl.where(verdict == 3, 0, 2).to(tl.uint32),
         )
         best = tl.full([GROUPS, 256], -1.0, tl.float32)
         winner = tl.zeros([GROUPS, 256], tl.int32)
@@ -340,7 +310,7 @@ def _race_kernel(
             else:
                 r = tl.where(offset == draft, 0.0, p)
             weight = tl.where(residual, r + p * FALLBACK, p)
-            score = tl.where(live, weight / _exponential(_uniform(words[k])), -1.0)
+            score = tl.where(live, weight / exponential_triton(uniform_triton(words[k])), -1.0)
             better = (score > best) | (score != score)  # NaN stays: nothing is larger
             best, winner = tl.where(better, score, best), tl.where(better, offset, winner)
         bad = tl.max(tl.max(tl.where(best == best, 0, 1), axis=1), axis=0)

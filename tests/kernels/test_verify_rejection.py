@@ -21,13 +21,11 @@ import pytest
 import torch
 
 from longtail.kernels import verify_rejection as module
-from longtail.kernels._philox_streams import philox, philox_reference
-from longtail.kernels.sample import SampleBatch, gumbel_noise, sample
+from longtail.kernels.sample import SampleBatch, sample
 from longtail.kernels.verify_rejection import (
     DraftBatch,
     _accepts,
     _residual,
-    stream_uniforms,
     verify_rejection,
     verify_rejection_reference,
 )
@@ -52,22 +50,6 @@ PAIRS = {
 
 def total_variation(one: Any, other: Any) -> float:
     return float(np.abs(np.asarray(one) - np.asarray(other)).sum() / 2)
-
-
-# ---- the noise
-
-
-def test_streams_of_the_noise() -> None:
-    """Stream 0 is the sampling noise; the others are Philox's fourth counter word, in every form."""
-    u = stream_uniforms(5, 2**33 + 9, 1500, 0)
-    np.testing.assert_array_equal(-np.log(-np.log1p(-u)), gumbel_noise(5, 2**33 + 9, 1500))
-    assert not np.any(stream_uniforms(5, 9, 1500, 1) == stream_uniforms(5, 9, 1500, 2))
-    rng = np.random.default_rng(0)
-    for values in rng.integers(0, 2**32, (100, 6)).tolist():
-        words = [int(word) for word in philox(*(np.uint64(x) for x in values))]
-        assert words == philox_reference(np.array([values[:4]], np.uint32), (values[4], values[5]))[0].tolist()
-    bits = int(philox_reference(np.array([[3, 9, 0, 2]], np.uint32), (5, 0))[0, 1])
-    assert stream_uniforms(5, 9, 300, 2)[256 + 3] == ((bits & 0x7FFFFFFF) + 0.5) / 2**31
 
 
 # ---- the rules, by enumeration

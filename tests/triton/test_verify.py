@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 from longtail.kernels import verify_rejection as module
-from longtail.kernels._philox_streams import philox_reference, philox_words
 from longtail.kernels.logprobs_triton import MOST_CHUNK
+from longtail.kernels.philox import exponential_triton, philox_reference, philox_triton
 from longtail.kernels.verify import Verified, verify_drafts_reference, verify_drafts_triton
 from longtail.kernels.verify_rejection import DraftBatch, verify_rejection_reference
-from longtail.kernels.verify_triton import _exponential, verify_rejection_triton
+from longtail.kernels.verify_triton import verify_rejection_triton
 
 INF = math.inf
 
@@ -77,37 +77,33 @@ def test_match_width_faulty_rows_and_no_sequences() -> None:
 
 
 @triton.jit
-def words_kernel(out, c1, c2, c3, k0, k1, N: tl.constexpr):
+def words_kernel(out, seeds, positions, streams, N: tl.constexpr):
     i = tl.arange(0, N)
-    zero = tl.zeros([1], tl.uint32)
-    a, b, c, d = philox_words(
-        i.to(tl.uint32),
-        zero + tl.cast(c1, tl.uint32),
-        zero + tl.cast(c2, tl.uint32),
-        zero + tl.cast(c3, tl.uint32),
-        zero + tl.cast(k0, tl.uint32),
-        zero + tl.cast(k1, tl.uint32),
-    )
+    stream = tl.load(streams).to(tl.uint32)
+    a, b, c, d = philox_triton(tl.load(seeds), tl.load(positions), i, stream)
     tl.store(out + 4 * i, a.to(tl.int32))
     tl.store(out + 4 * i + 1, b.to(tl.int32))
     tl.store(out + 4 * i + 2, c.to(tl.int32))
     tl.store(out + 4 * i + 3, d.to(tl.int32))
 
 
-@pytest.mark.parametrize("values", [(0, 0, 0, 0, 0), (1, 2, 3, 4, 5), (2**32 - 1, 7, 2, 2**31, 2**32 - 5)])
-def test_philox_words(values: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("seed", "position", "stream"), [(0, 0, 0), (5, 2**33 + 9, 1), (2**64 - 2, 2**40 + 2**32 - 1, 2)]
+)
+def test_the_words_of_a_stream(seed: int, position: int, stream: int) -> None:
     out = torch.zeros(64, 4, dtype=torch.int32)
-    words_kernel[(1,)](out, *values, N=64)
+    key = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
+    words_kernel[(1,)](out, key, torch.tensor(position), torch.tensor(stream), N=64)
     counter = np.zeros((64, 4), np.uint32)
     counter[:, 0] = np.arange(64)
-    counter[:, 1:] = values[:3]
-    assert np.array_equal(out.numpy().view(np.uint32), philox_reference(counter, (values[3], values[4])))
+    counter[:, 1:] = position & 0xFFFFFFFF, position >> 32, stream
+    assert np.array_equal(out.numpy().view(np.uint32), philox_reference(counter, (seed & 0xFFFFFFFF, seed >> 32)))
 
 
 @triton.jit
 def exponential_kernel(u, out, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(out + i, _exponential(tl.load(u + i)))
+    tl.store(out + i, exponential_triton(tl.load(u + i)))
 
 
 def test_exponential_is_accurate_where_winners_lie() -> None:
