@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from longtail.bench.kernel_cases import Call, Case, Form, Sizes
-from longtail.kernels import activation, linear, logprobs, logprobs_triton, norm, sample, verify, verify_rejection
+from longtail.kernels import activation, linear, logprobs, logprobs_triton, norm, sample, verify, verify_rejection, verify_triton
 from longtail.kernels.sample import SampleBatch
 from longtail.kernels.verify_rejection import DraftBatch
 
@@ -41,13 +41,15 @@ def silu_mul(form: Form, n: Sizes) -> Call:
 
 def batch_invariant_linear(form: Form, n: Sizes) -> Call:
     x, weight = form.randn(n["rows"], n["in"]), form.randn(n["out"], n["in"], scale=n["in"] ** -0.5)
+    tile = linear.tile_for(form.dtype, n["out"], amd=False)
+    tiles_of_rows, tiles_of_outputs = -(-n["rows"] // tile.rows), -(-n["out"] // tile.outputs)
     return Call(
         op=lambda: linear.batch_invariant_linear(x, weight),
         launch=lambda: linear.batch_invariant_linear_triton(x, weight),
         reference=lambda: linear.linear_reference(x, weight),
         tokens=n["rows"],
         least=x.nbytes + weight.nbytes + n["rows"] * n["out"] * x.itemsize,
-        moved=linear.moved_bytes(n["rows"], n["in"], n["out"], form.dtype),
+        moved=(tiles_of_rows * weight.numel() + tiles_of_outputs * x.numel() + n["rows"] * n["out"]) * x.itemsize,
         flops=2 * n["rows"] * n["in"] * n["out"],
     )
 
@@ -117,10 +119,15 @@ def verify_reject(form: Form, n: Sizes) -> Call:
         max_drafts=drafts,
     )
     args = (logits, proposed, probs, batch)
+
+    def launch() -> verify.Verified:
+        own = (batch.cu_drafts, batch.temperatures, batch.seeds, batch.positions, drafts)
+        return verify_triton.verify_rejection_triton(logits, proposed, probs, *own)[0]
+
     least = logits.nbytes + sequences * vocab * logits.itemsize  # every row for its sum, one a sequence for the race
     return Call(
         op=lambda: _emitted(verify_rejection.verify_rejection(*args)),
-        launch=lambda: _emitted(verify_rejection.launch_rejection(*args)),
+        launch=lambda: _emitted(launch()),
         reference=lambda: _emitted(verify_rejection.verify_rejection_reference(*args)),
         tokens=sequences,
         least=least,
