@@ -123,13 +123,13 @@ def exponential_triton(u: tl.tensor) -> tl.tensor:
     e = exponent.to(tl.float32)
     x = tl.where(exponent == 0, -u, m - 1.0)
     square = x * x
-    y = 7.0376836292e-2 * x - 1.1514610310e-1
-    y = y * x + 1.1676998740e-1
-    y = y * x - 1.2420140846e-1
-    y = y * x + 1.4249322787e-1
-    y = y * x - 1.6668057665e-1
-    y = y * x + 2.0000714765e-1
-    y = y * x - 2.4999993993e-1
-    y = y * x + 3.3333331174e-1
-    y = y * x * square - 2.12194440e-4 * e - 0.5 * square
-    return -(x + y + 0.693359375 * e)
+    y = tl.fma(x, 7.0376836292e-2, -1.1514610310e-1)
+    y = tl.fma(y, x, 1.1676998740e-1)
+    y = tl.fma(y, x, -1.2420140846e-1)
+    y = tl.fma(y, x, 1.4249322787e-1)
+    y = tl.fma(y, x, -1.6668057665e-1)
+    y = tl.fma(y, x, 2.0000714765e-1)
+    y = tl.fma(y, x, -2.4999993993e-1)
+    y = tl.fma(y, x, 3.3333331174e-1)
+    y = tl.fma(y * x, square, tl.fma(e, -2.12194440e-4, -0.5 * square))
+    return -tl.fma(e, 0.693359375, x + y)

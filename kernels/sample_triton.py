@@ -57,12 +57,12 @@ def sample_triton(
     one than the CPU's."""
     if logits.shape[0] == 0:
         return np.empty(0, np.int64), np.empty(0, np.float32)
-    tokens, bits, status = launch_sample(logits, batch, in_place).cpu().numpy()
-    return report_faults(tokens.astype(np.int64), bits.view(np.float32).copy(), status, faults)
+    tokens, bits, status = launch_sample(logits, batch, in_place).cpu().numpy().T
+    return report_faults(tokens.astype(np.int64), np.ascontiguousarray(bits).view(np.float32), status, faults)
 
 
 def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = False) -> torch.Tensor:
-    """See `sample_triton` -> int32 [3, B] on the device of the logits: tokens, the bits of their log-probabilities
+    """See `sample_triton` -> int32 [B, 3] on the device of the logits: tokens, the bits of their log-probabilities
     (float32), status (`sample_batch.FAULTS`; token -1 and NaN where it is not 0). At least one row."""
     rows, vocab = logits.shape
     batch.check(rows, vocab)
@@ -76,21 +76,21 @@ def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = Fal
     parts = -(-vocab // (chunks * CHUNK))
     num_groups = parts * chunks * (CHUNK // GROUP)
     lanes = warp_size()
-    warps = max(32 * chunks // lanes, 1)
-    part_sums = torch.empty(3, rows, parts, dtype=torch.float32, device=device)  # largest logit, sum of exp, score
+    warps = max(CHUNK // 4 * chunks * logits.element_size() // (16 * lanes), 1)  # 16-byte loads
+    part_sums = torch.empty(rows, 3, parts, dtype=torch.float32, device=device)  # largest logit, sum of exp, score
     part_winners = torch.empty(rows, parts, dtype=torch.int32, device=device)
     groups = torch.empty(max(filtered, 1), num_groups, dtype=torch.float32, device=device)
-    result = torch.empty(3, rows, dtype=torch.int32, device=device)  # token, bits of the log-probability, status
-    sums = torch.empty(2, rows, dtype=torch.float64, device=device)  # largest logit, sum of exp
+    result = torch.empty(rows, 3, dtype=torch.int32, device=device)  # token, bits of the log-probability, status
+    sums = torch.empty(rows, 2, dtype=torch.float64, device=device)  # largest logit, sum of exp
     with on_device_of(logits):
-        work = logits
+        work = args["scale"]  # not read
         if edited:
             work = _edit(logits, args, edited, in_place)
         shape: dict[str, Any] = {
             "VOCAB": vocab,
             "STRIDE": logits.stride(0),
             "PARTS": parts,
-            "EDITED": edited > 0 and not in_place,
+            "enable_fp_fusion": False,  # every product is rounded, as on the CPU; `tl.fma` where none is to be
         }
         source = (logits, work, args["slots"])
         scan_kernel[(rows, parts)](
@@ -139,7 +139,6 @@ def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = Fal
                 values,
                 ids,
                 lengths,
-                rows,
                 **shape,
                 GROUPS=num_groups,
                 BLOCK_G=next_power_of_2(num_groups),
@@ -157,12 +156,12 @@ def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = Fal
                 lengths,
                 sums,
                 result,
-                rows,
                 VOCAB=vocab,
                 PIVOTS=8,
                 BLOCK=CHUNK,
                 CHUNK=CHUNK,
                 LOWEST=LOWEST_KEY,
+                enable_fp_fusion=False,
                 num_warps=256 // lanes,
             )
     return result
@@ -183,6 +182,7 @@ def _upload(
         "positions": batch.positions.astype(np.int64).view(np.int32),
         "scale": np.float32(1.0) / np.where(greedy, np.float32(1.0), temperatures),
         "plan": plan,
+        "slots": np.full(rows, -1, np.int32),
     }
     if len(filter_rows):
         top_k = np.zeros(rows, np.int32) if batch.top_k is None else batch.top_k
@@ -202,7 +202,7 @@ def _upload(
         slots = np.where(edited, np.cumsum(edited) - 1, -1).astype(np.int32)
         entry_rows = np.repeat(np.arange(rows, dtype=np.int32), np.diff(batch.edits.offsets))
         arrays |= {
-            "slots": slots,
+            "slots": arrays["slots"] if in_place else slots,
             "edit_rows": np.flatnonzero(edited).astype(np.int32),
             "entry_rows": entry_rows,
             "entry_slots": entry_rows if in_place else slots[entry_rows],
@@ -221,7 +221,6 @@ def _upload(
         name: on_device[start : start + len(array)].view(types.get(name, torch.float32 if name in floats else torch.int32))
         for (name, array), start in zip(arrays.items(), starts.tolist(), strict=False)
     }
-    args.setdefault("slots", args["plan"])  # not looked at where nothing is edited
     return args, len(filter_rows), num_edited
 
 
@@ -253,6 +252,7 @@ def _edit(logits: torch.Tensor, args: dict[str, torch.Tensor], edited: int, in_p
         STRIDE=logits.stride(0),
         WORK_STRIDE=work.stride(0),
         BLOCK=ENTRIES,
+        enable_fp_fusion=False,
         num_warps=4,
     )
     return work
