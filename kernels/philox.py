@@ -97,8 +97,8 @@ def uniform_numba(word: Any) -> Any:
 
 @triton_jit
 def philox_triton(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
-    """seed, position: int64 scalars (the seed's bits as those of a uint64); counter: c0, any integers -> four tensors
-    of uint32 words, of counter's shape."""
+    """seed, position: int64 (the seed's bits as those of a uint64), scalars or of counter's shape; counter: c0, any
+    integers -> four tensors of uint32 words, of counter's shape."""
     c0 = counter.to(tl.uint32)
     zero = c0 & 0
     c1 = zero | (position & 0xFFFFFFFF).to(tl.uint32)
