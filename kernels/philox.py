@@ -56,12 +56,14 @@ def uniform_noise(seed: int, position: int, vocab: int, stream: int = 0) -> np.n
     counter[:, 3] = stream
     words = philox_reference(counter, (seed & 0xFFFFFFFF, seed >> 32))
     flat = words.reshape(-1, QUARTER, 4).transpose(0, 2, 1).reshape(-1)[:vocab]
-    return ((flat & np.uint32(0x7FFFFFFF)).astype(np.float64) + 0.5) * 2.0**-31
+    u: np.ndarray = ((flat & np.uint32(0x7FFFFFFF)).astype(np.float64) + 0.5) * 2.0**-31
+    return u
 
 
 def gumbel_noise(seed: int, position: int, vocab: int, stream: int = 0) -> np.ndarray:
     """float64 [vocab]: the noise of one output position, as the sampler uses it."""
-    return -np.log(-np.log1p(-uniform_noise(seed, position, vocab, stream)))
+    noise: np.ndarray = -np.log(-np.log1p(-uniform_noise(seed, position, vocab, stream)))
+    return noise
 
 
 @inline

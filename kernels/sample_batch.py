@@ -48,7 +48,7 @@ class SampleBatch:
             return
         if e.offsets.shape != (rows + 1,) or not len(e.tokens) == len(e.factors) == len(e.amounts) == e.offsets[-1]:
             raise ValueError(f"sample: edits do not fit {rows} rows; build them with LogitEdits.stack, one entry a row")
-        if len(e.tokens) and not (0 <= e.tokens.min() and e.tokens.max() < vocab):
+        if len(e.tokens) and not (e.tokens.min() >= 0 and e.tokens.max() < vocab):
             raise ValueError(f"sample: edits name a token id outside the vocabulary of {vocab}")
 
     def edited(self) -> np.ndarray:

@@ -7,7 +7,6 @@ from longtail.kernels._triton import tl
 from longtail.kernels.philox import exponential_triton, philox_triton, uniform_triton
 from longtail.kernels.sample_scan_triton import first, load_row
 
-
 LOWEST_KEY = -2139095040
 """The key of the lowest finite logit, one above that of -inf."""
 
@@ -209,7 +208,8 @@ def truncate_kernel(
         total += tl.sum(weight).to(tl.float64)
         within = t % CHUNK
         w0, w1, w2, w3 = philox_triton(seed, position, t // CHUNK * QUARTER + within % QUARTER, 0)
-        word = tl.where(within < 2 * QUARTER, tl.where(within < QUARTER, w0, w1), tl.where(within < 3 * QUARTER, w2, w3))
+        low_half = tl.where(within < QUARTER, w0, w1)
+        word = tl.where(within < 2 * QUARTER, low_half, tl.where(within < 3 * QUARTER, w2, w3))
         score = tl.where(kept, weight / exponential_triton(uniform_triton(word)), -1.0)
         here = tl.max(score)
         if here > best:  # the list is in order of ids: an earlier one wins at equal scores

@@ -177,7 +177,7 @@ def _upload(
     filter_rows = np.flatnonzero(batch.filtered(vocab)).astype(np.int32)
     plan = np.where(greedy, GREEDY, RACE).astype(np.int32)
     plan[filter_rows] = np.arange(len(filter_rows))
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "seeds": batch.seeds.astype(np.uint64).view(np.int32),
         "positions": batch.positions.astype(np.int64).view(np.int32),
         "scale": np.float32(1.0) / np.where(greedy, np.float32(1.0), temperatures),
@@ -216,9 +216,9 @@ def _upload(
         packed[start : start + len(array)] = array.view(np.int32)
     on_device = torch.from_numpy(packed).to(device)
     types = {"seeds": torch.int64, "positions": torch.int64}
-    floats = {"scale", "top_p", "log_min_p", "entry_factors", "entry_amounts"}
+    types |= dict.fromkeys(("scale", "top_p", "log_min_p", "entry_factors", "entry_amounts"), torch.float32)
     args = {
-        name: on_device[start : start + len(array)].view(types.get(name, torch.float32 if name in floats else torch.int32))
+        name: on_device[start : start + len(array)].view(types.get(name, torch.int32))
         for (name, array), start in zip(arrays.items(), starts.tolist(), strict=False)
     }
     return args, len(filter_rows), num_edited

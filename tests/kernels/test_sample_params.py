@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_sample_is_process_logits_then_sample() -> None:
     vocab = 700
     rng = np.random.default_rng(0)
     raw = torch.from_numpy(rng.normal(0, 3, (40, vocab)).astype(np.float32))
-    params = [
+    params: list[dict[str, Any]] = [
         {
             "temperature": float(rng.choice([0.0, 0.7, 0.9, 1.0])),
             "top_k": int(rng.choice([0, 5, 50])),
@@ -79,7 +80,7 @@ def test_sample_is_process_logits_then_sample() -> None:
         }
         for _ in range(40)
     ]
-    changes = [
+    changes: list[dict[str, Any]] = [
         {
             "prompt_ids": rng.integers(0, vocab, 30).tolist(),
             "output_ids": rng.integers(0, vocab, int(rng.integers(0, 30))).tolist(),
@@ -92,7 +93,7 @@ def test_sample_is_process_logits_then_sample() -> None:
     ]
     processed = raw.clone()
     for row, p, c in zip(processed, params, changes, strict=True):
-        process_logits(row.numpy(), **p, **c)  # type: ignore[arg-type]
+        process_logits(row.numpy(), **p, **c)
     seeds, positions = rng.integers(0, 2**64, 40, dtype=np.uint64), np.arange(40)
     temperatures = np.array([p["temperature"] for p in params])
     expected = sample(processed, SampleBatch(temperatures.astype(np.float32), seeds, positions))
@@ -103,7 +104,7 @@ def test_sample_is_process_logits_then_sample() -> None:
         np.array([p["top_k"] for p in params], np.int32),
         np.array([p["top_p"] for p in params]),
         np.array([p["min_p"] for p in params]),
-        LogitEdits.stack([row_edits(**c) for c in changes]),  # type: ignore[arg-type]
+        LogitEdits.stack([row_edits(**c) for c in changes]),
     )
     before = raw.clone()
     tokens, logprobs = sample(raw, batch)
@@ -121,7 +122,7 @@ def test_rows_do_not_depend_on_the_batch(path: str) -> None:
     logits, batch = random_batch(24, 600, seed=1)
     tokens, logprobs = PATHS[path](logits, batch)
     order = np.random.default_rng(0).permutation(24)
-    for rows in (order, *([i] for i in range(24))):
+    for rows in (order.tolist(), *([i] for i in range(24))):
         some = PATHS[path](logits[torch.as_tensor(rows)], rows_of(batch, rows))
         assert some[0].tolist() == tokens[rows].tolist()
         assert some[1].tobytes() == logprobs[rows].tobytes()
@@ -173,12 +174,17 @@ def test_top_k_and_temperature_draw_from_what_they_leave() -> None:
 
 def test_row_edits_by_hand() -> None:
     tokens, factors, amounts = row_edits(
-        prompt_ids=(4, 1), output_ids=(2, 2, 1), presence_penalty=0.25, frequency_penalty=0.5, repetition_penalty=2, banned=(7, 2)
+        prompt_ids=(4, 1),
+        output_ids=(2, 2, 1),
+        presence_penalty=0.25,
+        frequency_penalty=0.5,
+        repetition_penalty=2,
+        banned=(7, 2),
     )
     assert tokens.tolist() == [1, 2, 4, 7]
     assert factors.tolist() == [2.0, 2.0, 2.0, 1.0]
     assert amounts.tolist() == [0.75, math.inf, 0.0, math.inf]
-    assert (tokens.dtype, factors.dtype, amounts.dtype) == (np.int32, np.float32, np.float32)
+    assert [str(x.dtype) for x in (tokens, factors, amounts)] == ["int32", "float32", "float32"]
 
 
 def test_row_edits_of_nothing() -> None:

@@ -71,7 +71,7 @@ def check_against_reference(logits: torch.Tensor, batch: SampleBatch) -> None:
     before = logits.clone()
     tokens, logprobs = sample_triton(logits, batch)
     assert torch.equal(logits, before)
-    assert (tokens.dtype, logprobs.dtype) == (np.int64, np.float32)
+    assert [str(x.dtype) for x in (tokens, logprobs)] == ["int64", "float32"]
     expected_tokens, expected_logprobs = sample_reference(logits, batch)
     for i in range(len(tokens)):
         if tokens[i] != expected_tokens[i]:
@@ -197,7 +197,9 @@ def test_edited_logits_are_the_cpus_bit_for_bit(dtype: str, monkeypatch: pytest.
     for in_place in (False, True) if dtype == "float32" else (False,):
         args, _, edited = module._upload(batch, 1500, in_place, logits.device)
         work = module._edit(logits, args, edited, in_place)
-        rows = list(range(6)) if in_place else [0, 1, 3, 4, 5]
+        rows = np.arange(6) if in_place else np.flatnonzero(batch.edited())
+        assert 2 not in np.flatnonzero(batch.edited())
+        assert edited >= 3
         assert np.array_equal(work.numpy(), expected[rows])
         assert (work is logits) == in_place
 
@@ -241,7 +243,7 @@ def test_filtered_rows_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_cpu_draws_the_same_tokens() -> None:
     """The distribution of the CPU's tokens is tested over 200,000 draws (tests/kernels); these are a sample of them."""
     probs = torch.tensor([0.5, 0.25, 0.15, 0.09, 0.01])
-    rows = 128
+    rows = 64
     batch = SampleBatch(np.ones(rows, np.float32), np.zeros(rows, np.uint64), np.arange(rows))
     logits = probs.log().expand(rows, -1).contiguous()
     assert sample_triton(logits, batch)[0].tolist() == sample(logits, batch)[0].tolist()
@@ -321,18 +323,18 @@ def chi_square_p_value(observed: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("vocab", [8, 300])
 def test_the_race_draws_from_its_probabilities(vocab: int) -> None:
-    """204,800 draws of the race with the kernels' own noise and arithmetic (a whole launch of the sampler takes 50 ms a
-    draw here), false-alarm probability 1e-6. A bias of 3 % of the likeliest token of 8 is found."""
-    draws = 204_800
+    """262,144 draws of 8 tokens, 65,536 of 300, by the race with the kernels' own noise and arithmetic (a whole launch
+    of the sampler takes 50 ms a draw here); false-alarm probability 1e-6. A bias of 4 % of one of 8 is found."""
+    draws = 1 << (18 if vocab == 8 else 16)
     weights = np.linspace(1.0, 4.0, vocab)[np.random.default_rng(vocab).permutation(vocab)]
     p = torch.from_numpy((weights / weights.max()).astype(np.float32))
     out = torch.zeros(draws, dtype=torch.int32)
-    race_kernel[(draws // 51_200,)](p, out, VOCAB=vocab, BLOCK=51_200)
+    race_kernel[(4,)](p, out, VOCAB=vocab, BLOCK=draws // 4)
     counts = np.bincount(out.numpy(), minlength=vocab)
     assert chi_square_p_value(counts, weights / weights.sum() * draws) > 1e-6
     assert out[:40].tolist() == [
         int(np.argmax(np.log(weights) + gumbel_noise(9, position, vocab))) for position in range(40)
     ]
     if vocab == 8:
-        weights[weights.argmax()] *= 1.03
+        weights[weights.argmax()] *= 1.04
         assert chi_square_p_value(counts, weights / weights.sum() * draws) < 1e-6
