@@ -204,9 +204,9 @@ def test_edited_logits_are_the_cpus_bit_for_bit(dtype: str, monkeypatch: pytest.
         assert (work is logits) == in_place
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_place_gives_the_same_bits(dtype: str) -> None:
-    logits, batch = random_batch(6, 1500, seed=4)
+    logits, batch = random_batch(3, 1500, seed=4)
     logits = logits.to(DTYPES[dtype])
     tokens, logprobs = sample_triton(logits, batch)
     again = sample_triton(logits.clone(), batch, in_place=True)
@@ -218,21 +218,21 @@ def test_in_place_gives_the_same_bits(dtype: str) -> None:
 
 
 def test_rows_do_not_depend_on_the_batch() -> None:
-    logits, batch = random_batch(8, 5000, seed=6)
+    logits, batch = random_batch(6, 5000, seed=6)
     assert batch.edits is not None and batch.top_k is not None and batch.temperatures is not None
     batch.temperatures[:4] = 0.0, 1.0, 1.0, 0.7
-    batch.edits = LogitEdits.stack([batch.edits.row(i) if i % 2 else row_edits() for i in range(8)])
+    batch.edits = LogitEdits.stack([batch.edits.row(i) if i % 2 else row_edits() for i in range(6)])
     tokens, logprobs = sample_triton(logits, batch)
-    for rows in ([5, 2, 7, 0, 1], *([i] for i in range(8))):
+    for rows in ([5, 2, 4, 0], *([i] for i in range(6))):
         some = sample_triton(logits[rows], rows_of(batch, rows))
         assert some[0].tolist() == tokens[rows].tolist()
         assert some[1].tobytes() == logprobs[rows].tobytes()
 
 
 def test_filtered_rows_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, batch = random_batch(7, 300, seed=7)
+    logits, batch = random_batch(4, 300, seed=7)
     batch.temperatures[:] = 0.9
-    batch.top_p = np.full(7, 0.8, np.float32)
+    batch.top_p = np.full(4, 0.8, np.float32)
     tokens, logprobs = sample_triton(logits, batch)
     monkeypatch.setattr(module, "LIST_BYTES", 3 * 300 * 8)
     again = sample_triton(logits, batch)
@@ -243,7 +243,7 @@ def test_filtered_rows_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_cpu_draws_the_same_tokens() -> None:
     """The distribution of the CPU's tokens is tested over 200,000 draws (tests/kernels); these are a sample of them."""
     probs = torch.tensor([0.5, 0.25, 0.15, 0.09, 0.01])
-    rows = 64
+    rows = 32
     batch = SampleBatch(np.ones(rows, np.float32), np.zeros(rows, np.uint64), np.arange(rows))
     logits = probs.log().expand(rows, -1).contiguous()
     assert sample_triton(logits, batch)[0].tolist() == sample(logits, batch)[0].tolist()
@@ -329,7 +329,7 @@ def test_the_race_draws_from_its_probabilities(vocab: int) -> None:
     weights = np.linspace(1.0, 4.0, vocab)[np.random.default_rng(vocab).permutation(vocab)]
     p = torch.from_numpy((weights / weights.max()).astype(np.float32))
     out = torch.zeros(draws, dtype=torch.int32)
-    race_kernel[(4,)](p, out, VOCAB=vocab, BLOCK=draws // 4)
+    race_kernel[(1,)](p, out, VOCAB=vocab, BLOCK=draws)
     counts = np.bincount(out.numpy(), minlength=vocab)
     assert chi_square_p_value(counts, weights / weights.sum() * draws) > 1e-6
     assert out[:40].tolist() == [
