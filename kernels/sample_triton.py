@@ -68,9 +68,10 @@ def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = Fal
     batch.check(rows, vocab)
     if not 1 <= vocab <= MOST_VOCABULARY:
         raise ValueError(f"sample: a vocabulary of {vocab} (at least 1, at most {MOST_VOCABULARY})")
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    if logits.stride(1) != 1 or logits.data_ptr() % 16:  # else a row's bits could depend on its place in memory
+        logits = logits.clone(memory_format=torch.contiguous_format)
     device = logits.device
-    in_place = in_place and logits.dtype == torch.float32
+    in_place = in_place and logits.dtype == torch.float32 and logits.stride(0) >= vocab
     args, filtered, edited = _upload(batch, vocab, in_place, device)
     chunks = min(PART_CHUNKS, next_power_of_2(-(-vocab // CHUNK)))
     parts = -(-vocab // (chunks * CHUNK))
