@@ -164,9 +164,22 @@ def test_nan_is_found_wherever_it_is(column: int) -> None:
         sample_triton(logits, plain_batch(1, [1.0]))
 
 
+def test_the_largest_logit_counts_wherever_it_is() -> None:
+    """In each quarter of a chunk, and at the ends of the row."""
+    columns = [0, 300, 600, 900, 1023, 1024, 1499]
+    logits, batch = torch.zeros(7, 1500), plain_batch(7, [1.0])
+    logits[:, 7] = 5.0
+    logits[range(7), columns] = 5.5
+    batch.top_k = np.array([1, 1, 1, 1, 0, 0, 0])
+    batch.min_p = np.array([0.0, 0.0, 0.0, 0.0, 0.9, 0.9, 0.9])
+    tokens, logprobs = sample_triton(logits, batch)
+    assert tokens.tolist() == columns
+    assert logprobs.tolist() == [0.0] * 7
+
+
 def test_greedy_ties_go_to_the_lowest_id_across_quarters_chunks_and_parts() -> None:
     logits = torch.zeros(4, 9000)
-    for row, ids in enumerate([[300, 20], [8191, 8192], [1024, 1023], [5000, 513, 770]]):
+    for row, ids in enumerate([[788, 532, 276, 20], [8191, 8192], [1024, 1023], [5000, 513, 770]]):
         logits[row, ids] = 1.0
     tokens, _ = sample_triton(logits, plain_batch(4, [0.0]))
     assert tokens.tolist() == [20, 8191, 1023, 513]
