@@ -120,10 +120,25 @@ def test_flat_rows_where_every_token_has_a_chance() -> None:
 def test_top_p_of_one_dominant_token_in_each_group() -> None:
     """The bound from the groups' largest logits is at its tightest, and must not cut off what is kept."""
     logits = torch.full((3, 4096), -20.0)
-    logits[:, ::64] = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).sort(descending=True)[0]
+    group = torch.arange(64)
+    token = group // 16 * 1024 + group % 4 * 256 + group % 16 * 16
+    logits[:, token] = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     batch = plain_batch(3, [1.0])
     batch.top_p = np.array([0.5, 0.9, 0.999])
     check_against_reference(logits, batch)
+
+
+def test_top_p_after_min_p_counts_parts_of_which_nothing_is_kept() -> None:
+    """Masses 1 and 0.5 in the first part, 25 of 0.02 in the second. Of 2 in all, 0.6 needs the first two tokens; of the
+    1.5 of the first part it would need one."""
+    logits = torch.full((2, 8192), -30.0)
+    logits[:, [5, 700]] = torch.tensor([1.0, 0.5]).log()
+    logits[:, 4096:8096:160] = math.log(0.02)
+    batch = plain_batch(2, [1.0])
+    batch.min_p, batch.top_p = np.array([0.01, 0.01]), np.array([0.6, 0.6])
+    tokens, logprobs = sample_triton(logits, batch)
+    expected = [math.log({5: 2 / 3, 700: 1 / 3}[token]) for token in tokens.tolist()]
+    np.testing.assert_allclose(logprobs, expected, rtol=1e-5)
 
 
 def test_strided_rows() -> None:
