@@ -77,9 +77,7 @@ def run(config: KernelBenchConfig, progress: Callable[[str], None] = lambda text
                 yield from measure(case, dtype)
 
 
-def _row(
-    case: Case, dtype: str, sizes: Sizes, contestant: str, call: Call, ms: dict[str, float]
-) -> dict[str, Any]:
+def _row(case: Case, dtype: str, sizes: Sizes, contestant: str, call: Call, ms: dict[str, float]) -> dict[str, Any]:
     return {
         "op": case.op,
         "case": case.what,

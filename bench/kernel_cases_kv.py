@@ -277,4 +277,3 @@ CASES = [
         on_cpu=False,
     ),
 ]
-

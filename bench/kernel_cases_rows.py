@@ -8,7 +8,17 @@ import numpy as np
 import torch
 
 from longtail.bench.kernel_cases import Call, Case, Form, Sizes
-from longtail.kernels import activation, linear, logprobs, logprobs_triton, norm, sample, verify, verify_rejection, verify_triton
+from longtail.kernels import (
+    activation,
+    linear,
+    logprobs,
+    logprobs_triton,
+    norm,
+    sample,
+    verify,
+    verify_rejection,
+    verify_triton,
+)
 from longtail.kernels.sample import SampleBatch
 from longtail.kernels.verify_rejection import DraftBatch
 

@@ -62,7 +62,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     targets = list(dict.fromkeys(row["target"] for row in rows))
-    out = Table(title="Compiled, not run. For each target: registers a thread / shared KiB a block / occupancy", title_justify="left")
+    title = "Compiled, not run. For each target: registers a thread / shared KiB a block / occupancy"
+    out = Table(title=title, title_justify="left")
     for header in ("op", "kernel"):
         out.add_column(header, no_wrap=True)
     for header in ("bytes per token", "of least", "128-bit loads", "tensor core", "spills", *targets):

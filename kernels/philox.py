@@ -56,12 +56,14 @@ def uniform_noise(seed: int, position: int, vocab: int, stream: int = 0) -> np.n
     counter[:, 3] = stream
     words = philox_reference(counter, (seed & 0xFFFFFFFF, seed >> 32))
     flat = words.reshape(-1, QUARTER, 4).transpose(0, 2, 1).reshape(-1)[:vocab]
-    return ((flat & np.uint32(0x7FFFFFFF)).astype(np.float64) + 0.5) * 2.0**-31
+    u: np.ndarray = ((flat & np.uint32(0x7FFFFFFF)).astype(np.float64) + 0.5) * 2.0**-31
+    return u
 
 
 def gumbel_noise(seed: int, position: int, vocab: int, stream: int = 0) -> np.ndarray:
     """float64 [vocab]: the noise of one output position, as the sampler uses it."""
-    return -np.log(-np.log1p(-uniform_noise(seed, position, vocab, stream)))
+    noise: np.ndarray = -np.log(-np.log1p(-uniform_noise(seed, position, vocab, stream)))
+    return noise
 
 
 @inline
@@ -97,8 +99,8 @@ def uniform_numba(word: Any) -> Any:
 
 @triton_jit
 def philox_triton(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, stream: tl.tensor) -> tl.tensor:
-    """seed, position: int64 scalars (the seed's bits as those of a uint64); counter: c0, any integers; stream: a
-    constant or a uint32 scalar -> four tensors of uint32 words, of counter's shape."""
+    """seed, position: int64 (the seed's bits as those of a uint64), scalars or of counter's shape; counter: c0, any
+    integers; stream: a constant or a uint32 scalar -> four tensors of uint32 words, of counter's shape."""
     c0 = counter.to(tl.uint32)
     zero = c0 & 0
     c1 = zero | (position & 0xFFFFFFFF).to(tl.uint32)
@@ -123,13 +125,13 @@ def exponential_triton(u: tl.tensor) -> tl.tensor:
     e = exponent.to(tl.float32)
     x = tl.where(exponent == 0, -u, m - 1.0)
     square = x * x
-    y = 7.0376836292e-2 * x - 1.1514610310e-1
-    y = y * x + 1.1676998740e-1
-    y = y * x - 1.2420140846e-1
-    y = y * x + 1.4249322787e-1
-    y = y * x - 1.6668057665e-1
-    y = y * x + 2.0000714765e-1
-    y = y * x - 2.4999993993e-1
-    y = y * x + 3.3333331174e-1
-    y = y * x * square - 2.12194440e-4 * e - 0.5 * square
-    return -(x + y + 0.693359375 * e)
+    y = tl.fma(x, 7.0376836292e-2, -1.1514610310e-1)
+    y = tl.fma(y, x, 1.1676998740e-1)
+    y = tl.fma(y, x, -1.2420140846e-1)
+    y = tl.fma(y, x, 1.4249322787e-1)
+    y = tl.fma(y, x, -1.6668057665e-1)
+    y = tl.fma(y, x, 2.0000714765e-1)
+    y = tl.fma(y, x, -2.4999993993e-1)
+    y = tl.fma(y, x, 3.3333331174e-1)
+    y = tl.fma(y * x, square, tl.fma(e, -2.12194440e-4, -0.5 * square))
+    return -tl.fma(e, 0.693359375, x + y)

@@ -41,7 +41,8 @@ class LogitEdits:
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row[0]) for row in rows], out=offsets[1:])
         types = (np.int32, np.float32, np.float32)
-        return cls(offsets, *(np.concatenate([row[i] for row in rows] or [np.empty(0, t)]) for i, t in enumerate(types)))
+        arrays = (np.concatenate([row[i] for row in rows] or [np.empty(0, t)]) for i, t in enumerate(types))
+        return cls(offsets, *arrays)
 
     def row(self, b: int) -> RowEdits:
         part = slice(int(self.offsets[b]), int(self.offsets[b + 1]))

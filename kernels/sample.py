@@ -40,7 +40,6 @@ __all__ = [
     "sample",
     "sample_reference",
     "sample_triton",
-    "token_logprobs",
 ]
 
 
@@ -59,10 +58,12 @@ def sample_reference(
             row = single.astype(np.float64)
         t = np.float32(batch.temperatures[i])
         scaled = row / (t if t > 0 else 1.0)
-        most = scaled.max()
+        with np.errstate(over="ignore"):
+            most = np.float32(scaled.max())  # what overflows in float32 is broken for every path
         if not -np.inf < most < np.inf:
             status[i] = EMPTY if most == -np.inf else BROKEN
             continue
+        scaled -= scaled.max()
         logp = scaled - np.logaddexp.reduce(scaled)
         noise = gumbel_noise(int(batch.seeds[i]), int(batch.positions[i]), vocab) if t > 0 else 0.0
         tokens[i] = np.argmax(logp + noise)

@@ -28,18 +28,16 @@ def compact_kernel(
     top_ps: tl.tensor,
     log_min_ps: tl.tensor,
     scales: tl.tensor,
-    part_tops: tl.tensor,
+    part_sums: tl.tensor,
     groups: tl.tensor,
     result: tl.tensor,
     sums: tl.tensor,
     values: tl.tensor,  # [programs, VOCAB]: logits of the listed tokens
     ids: tl.tensor,  # [programs, VOCAB]
     lengths: tl.tensor,
-    rows: tl.tensor,
     VOCAB: tl.constexpr,
     STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
-    EDITED: tl.constexpr,
     PART: tl.constexpr,  # tokens of a part
     GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -50,13 +48,13 @@ def compact_kernel(
     logit (not scaled) and the sum of exp over what min-p leaves."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(filter_rows + place).to(tl.int64)
-    fine = tl.load(result + 2 * rows + row) == 0
+    fine = tl.load(result + row * 3 + 2) == 0
     k = tl.load(top_ks + row)
     p = tl.load(top_ps + row)
     log_min_p = tl.load(log_min_ps + row)
     scale = tl.load(scales + row)
-    top = tl.load(sums + row).to(tl.float32)
-    total = tl.load(sums + rows + row)
+    top = tl.load(sums + row * 2).to(tl.float32)
+    total = tl.load(sums + row * 2 + 1)
     infinity = float("inf")
 
     # Groups whose largest logit is at least t hold at least so many tokens, or so much mass, from t on: as soon as that
@@ -84,13 +82,14 @@ def compact_kernel(
     cut = tl.maximum(min_p, tl.where(by_mass, top + tl.log((1.0 - p) / (2.0 * VOCAB)), -infinity))
     summing = by_mass & (log_min_p > -infinity)
     needed = tl.where(summing, min_p, tl.maximum(cut, bound * scale))
+    slot = tl.load(slots + row).to(tl.int64)
     count = 0
     mass = tl.full([], 0.0, tl.float64)
     for start in range(0, VOCAB, BLOCK):
-        part_top = tl.load(part_tops + row * PARTS + start // PART)
+        part_top = tl.load(part_sums + row * (3 * PARTS) + start // PART)
         if fine & (part_top >= needed) & (part_top > -infinity):
             token = start + tl.arange(0, BLOCK)
-            x = load_row(logits, work, slots, row, token, VOCAB, STRIDE, EDITED)
+            x = load_row(logits, work, slot, row, token, VOCAB, STRIDE)
             y = x * scale
             keep = (_key(x) >= low) & (y >= cut)
             number = keep.to(tl.int32)
@@ -100,8 +99,8 @@ def compact_kernel(
             count += tl.sum(number)
             mass += tl.sum(tl.where(y >= min_p, tl.exp((x - most) * scale), 0.0)).to(tl.float64)
     tl.store(lengths + place, count)
-    tl.store(sums + row, most.to(tl.float64))
-    tl.store(sums + rows + row, tl.where(summing, mass, total))
+    tl.store(sums + row * 2, most.to(tl.float64))
+    tl.store(sums + row * 2 + 1, tl.where(summing, mass, total))
 
 
 @triton_jit
@@ -166,7 +165,6 @@ def truncate_kernel(
     lengths: tl.tensor,
     sums: tl.tensor,
     result: tl.tensor,
-    rows: tl.tensor,
     VOCAB: tl.constexpr,
     PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -181,8 +179,8 @@ def truncate_kernel(
     k = tl.load(top_ks + row)
     p = tl.load(top_ps + row)
     scale = tl.load(scales + row)
-    most = tl.load(sums + row).to(tl.float32)
-    mass = tl.load(sums + rows + row)
+    most = tl.load(sums + row * 2).to(tl.float32)
+    mass = tl.load(sums + row * 2 + 1)
     values += place * VOCAB
     ids += place * VOCAB
     low = tl.full([], LOWEST, tl.int64)
@@ -210,7 +208,8 @@ def truncate_kernel(
         total += tl.sum(weight).to(tl.float64)
         within = t % CHUNK
         w0, w1, w2, w3 = philox_triton(seed, position, t // CHUNK * QUARTER + within % QUARTER, 0)
-        word = tl.where(within < 2 * QUARTER, tl.where(within < QUARTER, w0, w1), tl.where(within < 3 * QUARTER, w2, w3))
+        low_half = tl.where(within < QUARTER, w0, w1)
+        word = tl.where(within < 2 * QUARTER, low_half, tl.where(within < 3 * QUARTER, w2, w3))
         score = tl.where(kept, weight / exponential_triton(uniform_triton(word)), -1.0)
         here = tl.max(score)
         if here > best:  # the list is in order of ids: an earlier one wins at equal scores
@@ -219,5 +218,5 @@ def truncate_kernel(
             logit = tl.max(tl.where(t == token, x, -float("inf")))
     if count > 0:
         logprob = (((logit - most) * scale).to(tl.float64) - tl.log(total)).to(tl.float32)
-        tl.store(result + row, token)
-        tl.store(result + rows + row, logprob.to(tl.int32, bitcast=True))
+        tl.store(result + row * 3, token)
+        tl.store(result + row * 3 + 1, logprob.to(tl.int32, bitcast=True))

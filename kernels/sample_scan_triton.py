@@ -56,24 +56,31 @@ def edit_kernel(
 def load_row(
     logits: tl.tensor,
     work: tl.tensor,
-    slots: tl.tensor,
+    slot: tl.tensor,
     row: tl.tensor,
     token: tl.tensor,
     VOCAB: tl.constexpr,
     STRIDE: tl.constexpr,
-    EDITED: tl.constexpr,
 ) -> tl.tensor:
-    """Logits of a row in float32, from the edited copy where it has one; -inf beyond the vocabulary."""
+    """Logits of a row in float32, from its edited copy if it has one (a slot of 0 or above); -inf beyond the
+    vocabulary."""
     mask = token < VOCAB
-    if EDITED:
-        slot = tl.load(slots + row).to(tl.int64)
-        if slot >= 0:
-            x = tl.load(work + slot * VOCAB + token, mask=mask, other=-float("inf"))
-        else:
-            x = tl.load(logits + row * STRIDE + token, mask=mask, other=-float("inf")).to(tl.float32)
+    if slot >= 0:
+        x = tl.load(work + slot * VOCAB + token, mask=mask, other=-float("inf"))
     else:
         x = tl.load(logits + row * STRIDE + token, mask=mask, other=-float("inf")).to(tl.float32)
     return x
+
+
+@triton_jit
+def _load_quarters(row: tl.tensor, token: tl.tensor, VOCAB: tl.constexpr, QUARTER: tl.constexpr) -> tl.tensor:
+    """Four tensors in float32: the logits of `token`, of those a quarter of a chunk further, and so on."""
+    t1, t2, t3 = token + QUARTER, token + 2 * QUARTER, token + 3 * QUARTER
+    x0 = tl.load(row + token, mask=token < VOCAB, other=-float("inf"))
+    x1 = tl.load(row + t1, mask=t1 < VOCAB, other=-float("inf"))
+    x2 = tl.load(row + t2, mask=t2 < VOCAB, other=-float("inf"))
+    x3 = tl.load(row + t3, mask=t3 < VOCAB, other=-float("inf"))
+    return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
 
 
 @triton_jit
@@ -93,6 +100,16 @@ def first(hit: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 
 @triton_jit
+def _winner(
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, best: tl.tensor, token: tl.tensor, QUARTER: tl.constexpr
+) -> tl.tensor:
+    """The lowest token whose value is `best`; those of a are `token`, of b the ones a quarter further, and so on."""
+    m = _largest(a, b, c, d)
+    further = tl.where(a == m, 0, tl.where(b == m, QUARTER, tl.where(c == m, 2 * QUARTER, 3 * QUARTER)))
+    return first(m == best, token + further)
+
+
+@triton_jit
 def scan_kernel(
     logits: tl.tensor,
     work: tl.tensor,
@@ -101,13 +118,12 @@ def scan_kernel(
     scales: tl.tensor,
     seeds: tl.tensor,
     positions: tl.tensor,
-    part_sums: tl.tensor,  # [3, rows, PARTS]
+    part_sums: tl.tensor,  # [rows, 3, PARTS]
     part_winners: tl.tensor,  # [rows, PARTS]
     groups: tl.tensor,  # [filtered rows, GROUPS]
     VOCAB: tl.constexpr,
     STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
-    EDITED: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -121,11 +137,11 @@ def scan_kernel(
     chunk = part * CHUNKS + tl.arange(0, CHUNKS)
     j = tl.arange(0, QUARTER)
     t0 = chunk[:, None] * CHUNK + j[None, :]  # tokens that draw word 0; the next quarters draw words 1, 2, 3
-    t1, t2, t3 = t0 + QUARTER, t0 + 2 * QUARTER, t0 + 3 * QUARTER
-    x0 = load_row(logits, work, slots, row, t0, VOCAB, STRIDE, EDITED)
-    x1 = load_row(logits, work, slots, row, t1, VOCAB, STRIDE, EDITED)
-    x2 = load_row(logits, work, slots, row, t2, VOCAB, STRIDE, EDITED)
-    x3 = load_row(logits, work, slots, row, t3, VOCAB, STRIDE, EDITED)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0:  # one branch, so that the four loads are in flight together
+        x0, x1, x2, x3 = _load_quarters(work + slot * VOCAB, t0, VOCAB, QUARTER)
+    else:
+        x0, x1, x2, x3 = _load_quarters(logits + row * STRIDE, t0, VOCAB, QUARTER)
     y0, y1, y2, y3 = x0 * scale, x1 * scale, x2 * scale, x3 * scale
     infinity = float("inf")
     fine = (y0 < infinity) & (y1 < infinity) & (y2 < infinity) & (y3 < infinity)
@@ -134,10 +150,7 @@ def scan_kernel(
     shift = tl.where(top > -infinity, top, 0.0)
     winner = 0x7FFFFFFF
     if plan == -2:  # greedy
-        winner = tl.minimum(
-            tl.minimum(first(y0 == top, t0), first(y1 == top, t1)),
-            tl.minimum(first(y2 == top, t2), first(y3 == top, t3)),
-        )
+        winner = _winner(y0, y1, y2, y3, top, t0, QUARTER)
     elif plan >= 0:
         m = tl.max(tl.reshape(_largest(x0, x1, x2, x3), [CHUNKS * 16, QUARTER // 16]), axis=1)
         g = part * (CHUNKS * 16) + tl.arange(0, CHUNKS * 16)
@@ -146,20 +159,18 @@ def scan_kernel(
     total = tl.sum((p0 + p1) + (p2 + p3))
     best = total
     if plan == -1:  # the race
-        counter = chunk[:, None] * QUARTER + j[None, :]
+        # Made to depend on p0, which changes nothing, so that the noise is computed in the layout of the loads instead
+        # of crossing shared memory.
+        counter = tl.where(p0 >= 0, chunk[:, None] * QUARTER + j[None, :], 0)
         w0, w1, w2, w3 = philox_triton(tl.load(seeds + row), tl.load(positions + row), counter, 0)
         s0, s1, s2, s3 = _score(p0, w0), _score(p1, w1), _score(p2, w2), _score(p3, w3)
         best = tl.max(_largest(s0, s1, s2, s3))
-        winner = tl.minimum(
-            tl.minimum(first(s0 == best, t0), first(s1 == best, t1)),
-            tl.minimum(first(s2 == best, t2), first(s3 == best, t3)),
-        )
-    at = row * PARTS + part
-    rows = tl.num_programs(0).to(tl.int64)
-    tl.store(part_sums + at, tl.where(broken, float("nan"), top))
-    tl.store(part_sums + rows * PARTS + at, total)
-    tl.store(part_sums + 2 * rows * PARTS + at, best)
-    tl.store(part_winners + at, winner)
+        winner = _winner(s0, s1, s2, s3, best, t0, QUARTER)
+    out = part_sums + row * (3 * PARTS) + part
+    tl.store(out, tl.where(broken, float("nan"), top))
+    tl.store(out + PARTS, total)
+    tl.store(out + 2 * PARTS, best)
+    tl.store(part_winners + row * PARTS + part, winner)
 
 
 @triton_jit
@@ -171,27 +182,25 @@ def finish_kernel(
     scales: tl.tensor,
     part_sums: tl.tensor,
     part_winners: tl.tensor,
-    result: tl.tensor,  # [3, rows]
-    sums: tl.tensor,  # [2, rows]
+    result: tl.tensor,  # [rows, 3]
+    sums: tl.tensor,  # [rows, 2]
     VOCAB: tl.constexpr,
     STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
-    EDITED: tl.constexpr,
     BLOCK: tl.constexpr,
     BROKEN: tl.constexpr,
     EMPTY: tl.constexpr,
 ) -> None:
     """A program combines the parts of one row."""
     row = tl.program_id(0).to(tl.int64)
-    rows = tl.num_programs(0).to(tl.int64)
     plan = tl.load(plans + row)
     scale = tl.load(scales + row)
     part = tl.arange(0, BLOCK)
     mask = part < PARTS
-    at = part_sums + row * PARTS + part
+    at = part_sums + row * (3 * PARTS) + part
     tops = tl.load(at, mask=mask, other=-float("inf"))
-    totals = tl.load(at + rows * PARTS, mask=mask, other=0.0)
-    scores = tl.load(at + 2 * rows * PARTS, mask=mask, other=0.0)
+    totals = tl.load(at + PARTS, mask=mask, other=0.0)
+    scores = tl.load(at + 2 * PARTS, mask=mask, other=0.0)
     winners = tl.load(part_winners + row * PARTS + part, mask=mask, other=0x7FFFFFFF)
     broken = tl.max(tl.where(tops == tops, 0, 1)) > 0
     top = tl.max(tl.where(tops == tops, tops, -float("inf")))
@@ -205,14 +214,15 @@ def finish_kernel(
         hit = scores == tl.max(scores)
     token = first(hit & mask, winners)
     status = tl.where(broken, BROKEN, tl.where(empty, EMPTY, 0))
-    tl.store(sums + row, top.to(tl.float64))
-    tl.store(sums + rows + row, total)
-    tl.store(result + 2 * rows + row, status)
+    tl.store(sums + row * 2, top.to(tl.float64))
+    tl.store(sums + row * 2 + 1, total)
+    tl.store(result + row * 3 + 2, status)
     if (status == 0) & (plan < 0):
-        x = load_row(logits, work, slots, row, token, VOCAB, STRIDE, EDITED)
+        slot = tl.load(slots + row).to(tl.int64)
+        x = load_row(logits, work, slot, row, token, VOCAB, STRIDE)
         logprob = ((x * scale - top).to(tl.float64) - tl.log(total)).to(tl.float32)
-        tl.store(result + row, token)
-        tl.store(result + rows + row, logprob.to(tl.int32, bitcast=True))
+        tl.store(result + row * 3, token)
+        tl.store(result + row * 3 + 1, logprob.to(tl.int32, bitcast=True))
     else:
-        tl.store(result + row, -1)
-        tl.store(result + rows + row, 0x7FC00000)  # NaN
+        tl.store(result + row * 3, -1)
+        tl.store(result + row * 3 + 1, 0x7FC00000)  # NaN

@@ -57,40 +57,41 @@ def sample_triton(
     one than the CPU's."""
     if logits.shape[0] == 0:
         return np.empty(0, np.int64), np.empty(0, np.float32)
-    tokens, bits, status = launch_sample(logits, batch, in_place).cpu().numpy()
-    return report_faults(tokens.astype(np.int64), bits.view(np.float32).copy(), status, faults)
+    tokens, bits, status = launch_sample(logits, batch, in_place).cpu().numpy().T
+    return report_faults(tokens.astype(np.int64), np.ascontiguousarray(bits).view(np.float32), status, faults)
 
 
 def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = False) -> torch.Tensor:
-    """See `sample_triton` -> int32 [3, B] on the device of the logits: tokens, the bits of their log-probabilities
+    """See `sample_triton` -> int32 [B, 3] on the device of the logits: tokens, the bits of their log-probabilities
     (float32), status (`sample_batch.FAULTS`; token -1 and NaN where it is not 0). At least one row."""
     rows, vocab = logits.shape
     batch.check(rows, vocab)
     if not 1 <= vocab <= MOST_VOCABULARY:
         raise ValueError(f"sample: a vocabulary of {vocab} (at least 1, at most {MOST_VOCABULARY})")
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    if logits.stride(1) != 1 or logits.data_ptr() % 16:  # else a row's bits could depend on its place in memory
+        logits = logits.clone(memory_format=torch.contiguous_format)
     device = logits.device
-    in_place = in_place and logits.dtype == torch.float32
+    in_place = in_place and logits.dtype == torch.float32 and logits.stride(0) >= vocab
     args, filtered, edited = _upload(batch, vocab, in_place, device)
     chunks = min(PART_CHUNKS, next_power_of_2(-(-vocab // CHUNK)))
     parts = -(-vocab // (chunks * CHUNK))
     num_groups = parts * chunks * (CHUNK // GROUP)
     lanes = warp_size()
-    warps = max(32 * chunks // lanes, 1)
-    part_sums = torch.empty(3, rows, parts, dtype=torch.float32, device=device)  # largest logit, sum of exp, score
+    warps = max(CHUNK // 4 * chunks * logits.element_size() // (16 * lanes), 1)  # 16-byte loads
+    part_sums = torch.empty(rows, 3, parts, dtype=torch.float32, device=device)  # largest logit, sum of exp, score
     part_winners = torch.empty(rows, parts, dtype=torch.int32, device=device)
     groups = torch.empty(max(filtered, 1), num_groups, dtype=torch.float32, device=device)
-    result = torch.empty(3, rows, dtype=torch.int32, device=device)  # token, bits of the log-probability, status
-    sums = torch.empty(2, rows, dtype=torch.float64, device=device)  # largest logit, sum of exp
+    result = torch.empty(rows, 3, dtype=torch.int32, device=device)  # token, bits of the log-probability, status
+    sums = torch.empty(rows, 2, dtype=torch.float64, device=device)  # largest logit, sum of exp
     with on_device_of(logits):
-        work = logits
+        work = args["scale"]  # not read
         if edited:
             work = _edit(logits, args, edited, in_place)
         shape: dict[str, Any] = {
             "VOCAB": vocab,
             "STRIDE": logits.stride(0),
             "PARTS": parts,
-            "EDITED": edited > 0 and not in_place,
+            "enable_fp_fusion": False,  # every product is rounded, as on the CPU; `tl.fma` where none is to be
         }
         source = (logits, work, args["slots"])
         scan_kernel[(rows, parts)](
@@ -139,7 +140,6 @@ def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = Fal
                 values,
                 ids,
                 lengths,
-                rows,
                 **shape,
                 GROUPS=num_groups,
                 BLOCK_G=next_power_of_2(num_groups),
@@ -157,12 +157,12 @@ def launch_sample(logits: torch.Tensor, batch: SampleBatch, in_place: bool = Fal
                 lengths,
                 sums,
                 result,
-                rows,
                 VOCAB=vocab,
                 PIVOTS=8,
                 BLOCK=CHUNK,
                 CHUNK=CHUNK,
                 LOWEST=LOWEST_KEY,
+                enable_fp_fusion=False,
                 num_warps=256 // lanes,
             )
     return result
@@ -178,11 +178,12 @@ def _upload(
     filter_rows = np.flatnonzero(batch.filtered(vocab)).astype(np.int32)
     plan = np.where(greedy, GREEDY, RACE).astype(np.int32)
     plan[filter_rows] = np.arange(len(filter_rows))
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "seeds": batch.seeds.astype(np.uint64).view(np.int32),
         "positions": batch.positions.astype(np.int64).view(np.int32),
         "scale": np.float32(1.0) / np.where(greedy, np.float32(1.0), temperatures),
         "plan": plan,
+        "slots": np.full(rows, -1, np.int32),
     }
     if len(filter_rows):
         top_k = np.zeros(rows, np.int32) if batch.top_k is None else batch.top_k
@@ -202,7 +203,7 @@ def _upload(
         slots = np.where(edited, np.cumsum(edited) - 1, -1).astype(np.int32)
         entry_rows = np.repeat(np.arange(rows, dtype=np.int32), np.diff(batch.edits.offsets))
         arrays |= {
-            "slots": slots,
+            "slots": arrays["slots"] if in_place else slots,
             "edit_rows": np.flatnonzero(edited).astype(np.int32),
             "entry_rows": entry_rows,
             "entry_slots": entry_rows if in_place else slots[entry_rows],
@@ -216,12 +217,11 @@ def _upload(
         packed[start : start + len(array)] = array.view(np.int32)
     on_device = torch.from_numpy(packed).to(device)
     types = {"seeds": torch.int64, "positions": torch.int64}
-    floats = {"scale", "top_p", "log_min_p", "entry_factors", "entry_amounts"}
+    types |= dict.fromkeys(("scale", "top_p", "log_min_p", "entry_factors", "entry_amounts"), torch.float32)
     args = {
-        name: on_device[start : start + len(array)].view(types.get(name, torch.float32 if name in floats else torch.int32))
+        name: on_device[start : start + len(array)].view(types.get(name, torch.int32))
         for (name, array), start in zip(arrays.items(), starts.tolist(), strict=False)
     }
-    args.setdefault("slots", args["plan"])  # not looked at where nothing is edited
     return args, len(filter_rows), num_edited
 
 
@@ -253,6 +253,7 @@ def _edit(logits: torch.Tensor, args: dict[str, torch.Tensor], edited: int, in_p
         STRIDE=logits.stride(0),
         WORK_STRIDE=work.stride(0),
         BLOCK=ENTRIES,
+        enable_fp_fusion=False,
         num_warps=4,
     )
     return work

@@ -15,7 +15,7 @@ TOLERANCE = 0.02
 
 AIM = 1.1
 ABOVE_AIM = {
-    "paged_attention prefill": "each tile of 16 query rows reads the keys and values it sees (from the L2 cache, mostly)",
+    "paged_attention prefill": "each tile of 16 query rows reads the keys and values it sees, mostly from the L2 cache",
 }
 
 
