@@ -3,10 +3,10 @@
 One list serves `longtail bench kernels` (times), its `--compile` (machine code), the tests on a GPU (results against
 the reference) and the test of the byte counts, so that all of them speak of the same launches.
 
-Bytes. `least` is what any implementation must move: every input element once, every output element once. `moved` is
-what our Triton kernels move by their access pattern: for each program and each load or store the distinct bytes it
-touches, whether cache or memory serves them. tests/triton/test_bytes.py counts the latter in the interpreter and
-compares.
+Bytes. `least` is what any implementation must move: every input element once, every output element once. `memory` is what
+our Triton kernels move if a cache holds what the programs of one launch share: the distinct bytes that each launch reads,
+and those that it writes, intermediate results included. `issued` counts what each program loads and stores, whoever serves
+it. tests/triton/test_bytes.py counts both in the interpreter and holds them against these formulas.
 """
 
 from __future__ import annotations
@@ -57,8 +57,12 @@ class Call:
     """Query tokens, rows or positions: what "per token" divides by."""
     least: int
     """Bytes."""
-    moved: int
-    """Bytes, of the Triton kernels."""
+    memory: int
+    """Bytes."""
+    issued: int
+    """Bytes."""
+    at_most: bool = False
+    """`memory` and `issued` are bounds: what moves depends on the values."""
     flops: int = 0
     """Multiply-adds count two; 0 where memory alone is the limit."""
     rivals: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
@@ -84,7 +88,6 @@ class Case:
     def name(self) -> str:
         return f"{self.op} {self.what}".strip()
 
-    def bytes_per_token(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Moved and least, at the full size."""
-        call = self.make(Form(torch.device("meta"), "triton", dtype), self.full)
-        return call.moved / call.tokens, call.least / call.tokens
+    def traffic(self, dtype: torch.dtype) -> Call:
+        """At the full size, on tensors without memory: only the byte counts are of use."""
+        return self.make(Form(torch.device("meta"), "triton", dtype), self.full)

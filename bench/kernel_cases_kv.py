@@ -43,7 +43,8 @@ def store_kv(form: Form, n: Sizes) -> Call:
         reference=lambda: run(kv.store_kv_reference, cache.clone()),
         tokens=n["tokens"],
         least=rows + slots.nbytes,
-        moved=rows + slots.nbytes * n["kv_heads"],
+        memory=rows + slots.nbytes,
+        issued=rows + slots.nbytes * n["kv_heads"],
     )
 
 
@@ -70,7 +71,8 @@ def rope_store_kv(form: Form, n: Sizes) -> Call:
         reference=lambda: run(rope.rope_store_kv_reference, cache.clone()),
         tokens=tokens,
         least=2 * qkv.nbytes + per_token * tokens,
-        moved=2 * qkv.nbytes + per_token * tokens * programs,
+        memory=2 * qkv.nbytes + per_token * tokens,
+        issued=2 * qkv.nbytes + per_token * tokens * programs,
     )
 
 
@@ -90,7 +92,8 @@ def move_blocks(form: Form, n: Sizes) -> Call:
         reference=lambda: run(kv.copy_blocks_reference, cache.clone()),
         tokens=n["blocks"] * n["block"],
         least=moved + 16 * n["blocks"],
-        moved=moved + 16 * programs,
+        memory=moved + 16 * n["blocks"],
+        issued=moved + 16 * programs,
     )
 
 
@@ -110,9 +113,9 @@ def attention(form: Form, n: Sizes) -> Call:
     q = form.randn(batch * queries, heads, dim)
     rows = AttentionBatch.build([queries] * batch, [context] * batch, tables, group)
     args: tuple[Any, ...] = (q, cache, 1, rows, n["block"], dim**-0.5)
-    row = 2 * kv_heads * dim * q.itemsize
-    """K and V of a position."""
+    row = 2 * kv_heads * dim * q.itemsize  # K and V of a position
     least = batch * context * row + 2 * q.nbytes + batch * len(tables[0]) * INDEX
+    memory, issued = _attention_bytes(n, q.itemsize, kv_heads, dim, row, attention_triton.PARTITION)
     pairs = batch * (queries * (context - queries) + queries * (queries + 1) // 2)
     return Call(
         op=lambda: paged_attention(*args),
@@ -120,29 +123,31 @@ def attention(form: Form, n: Sizes) -> Call:
         reference=lambda: paged_attention_reference(*args),
         tokens=batch * queries,
         least=least,
-        moved=_attention_bytes(n, q.itemsize, kv_heads, row),
+        memory=memory,
+        issued=issued,
         flops=4 * pairs * heads * dim,
         rivals=_flash(form, n, q),
     )
 
 
-def _attention_bytes(n: Sizes, itemsize: int, kv_heads: int, row: int) -> int:
-    """What the partition and combine kernels move; row: bytes of a position's keys and values, all heads."""
-    tile, partition = attention_triton.TILE, attention_triton.PARTITION
+def _attention_bytes(n: Sizes, itemsize: int, kv_heads: int, dim: int, row: int, partition: int) -> tuple[int, int]:
+    """Of the partition and combine kernels: memory, issued. row: bytes of a position's keys and values, all heads; dim:
+    of the values."""
+    tile, wide = attention_triton.TILE, max(next_power_of_2(dim), 16)
     group = n["heads"] // kv_heads
-    total = 0
     rows = n["queries"] * group
+    memory = n["context"] * row + -(-n["context"] // n["block"]) * INDEX
+    issued = 0
     for first in range(0, rows, tile):
         live = min(tile, rows - first)
         sees = n["context"] - n["queries"] + 1 + (first + live - 1) // group
         parts = -(-sees // partition)
-        total += sees * row  # keys and values of the tile
+        in_and_out = kv_heads * live * dim * itemsize
+        partial = parts * kv_heads * (tile * (wide + 2) + live * (dim + 2)) * 4  # a whole tile written, live rows read
+        memory += 2 * in_and_out + partial
         blocks = sum(-(-min(partition, sees - start) // n["block"]) for start in range(0, sees, partition))
-        total += kv_heads * blocks * INDEX
-        total += kv_heads * live * n["dim"] * itemsize * (parts + 1)  # queries, and the result
-        partial = kv_heads * live * (n["dim"] + 2) * 4
-        total += 2 * parts * partial  # sums of partitions, written and read
-    return n["batch"] * total
+        issued += sees * row + kv_heads * blocks * INDEX + in_and_out * (parts + 1) + partial
+    return n["batch"] * memory, n["batch"] * issued
 
 
 def _flash(form: Form, n: Sizes, q: torch.Tensor) -> dict[str, Callable[[], Any]]:
@@ -167,18 +172,18 @@ def latent_attention(form: Form, n: Sizes) -> Call:
     rows = AttentionBatch.build([queries] * batch, [context] * batch, tables, heads)
     args: tuple[Any, ...] = (q_latent, q_rope, cache, 1, rows, n["block"], (n["rank"] + n["rope"]) ** -0.5)
     row = (n["rank"] + n["rope"]) * q_latent.itemsize
-    sizes = n | {"kv_heads": 1, "dim": n["rank"]}
     pairs = batch * (queries * (context - queries) + queries * (queries + 1) // 2)
     least = batch * context * row + 2 * q_latent.nbytes + q_rope.nbytes + batch * len(tables[0]) * INDEX
-    moved = _attention_bytes(sizes, q_latent.itemsize, 1, row)
-    parts = -(-context // attention_triton.PARTITION)
+    sizes = (q_latent.itemsize, 1, n["rank"], row, latent_triton.PARTITION)
+    memory, issued = _attention_bytes(n, *sizes)
     return Call(
         op=lambda: latent.latent_attention(*args),
         launch=lambda: latent_triton.latent_attention_triton(*args),
         reference=lambda: latent.latent_attention_reference(*args),
         tokens=batch * queries,
         least=least,
-        moved=moved + q_rope.nbytes * parts,
+        memory=memory + q_rope.nbytes,
+        issued=issued + q_rope.nbytes * -(-context // latent_triton.PARTITION),
         flops=2 * pairs * heads * (2 * n["rank"] + n["rope"]),
     )
 
@@ -199,7 +204,8 @@ def store_latent(form: Form, n: Sizes) -> Call:
         reference=lambda: run(latent.store_latent_reference, cache.clone()),
         tokens=n["tokens"],
         least=moved,
-        moved=moved,
+        memory=moved,
+        issued=moved,
     )
 
 

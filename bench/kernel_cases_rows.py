@@ -33,7 +33,8 @@ def rms_norm(form: Form, n: Sizes) -> Call:
         reference=lambda: norm.rms_norm_reference(x, weight, 1e-6),
         tokens=n["rows"],
         least=2 * x.nbytes + weight.nbytes,
-        moved=2 * x.nbytes + weight.nbytes * n["rows"],
+        memory=2 * x.nbytes + weight.nbytes,
+        issued=2 * x.nbytes + weight.nbytes * n["rows"],
     )
 
 
@@ -45,7 +46,8 @@ def silu_mul(form: Form, n: Sizes) -> Call:
         reference=lambda: activation.silu_mul_reference(x),
         tokens=n["rows"],
         least=x.nbytes + x.nbytes // 2,
-        moved=x.nbytes + x.nbytes // 2,
+        memory=x.nbytes + x.nbytes // 2,
+        issued=x.nbytes + x.nbytes // 2,
     )
 
 
@@ -59,7 +61,8 @@ def batch_invariant_linear(form: Form, n: Sizes) -> Call:
         reference=lambda: linear.linear_reference(x, weight),
         tokens=n["rows"],
         least=x.nbytes + weight.nbytes + n["rows"] * n["out"] * x.itemsize,
-        moved=(tiles_of_rows * weight.numel() + tiles_of_outputs * x.numel() + n["rows"] * n["out"]) * x.itemsize,
+        memory=x.nbytes + weight.nbytes + n["rows"] * n["out"] * x.itemsize,
+        issued=(tiles_of_rows * weight.numel() + tiles_of_outputs * x.numel() + n["rows"] * n["out"]) * x.itemsize,
         flops=2 * n["rows"] * n["in"] * n["out"],
     )
 
@@ -81,20 +84,25 @@ def sampling(form: Form, n: Sizes) -> Call:
     if "top_k" in n:
         fields = {"top_k": np.full(rows, n["top_k"], np.int32), "top_p": np.full(rows, 0.95, np.float32)}
     batch = _batch(rows, **fields)
+    moved = rows * sample_bytes(n, logits.itemsize)
     return Call(
         op=lambda: sample.sample(logits, batch),
         launch=lambda: sample.sample_triton(logits, batch),
         reference=lambda: sample.sample_reference(logits, batch),
         tokens=rows,
         least=logits.nbytes,
-        moved=sample_bytes(n, logits.itemsize),
+        memory=moved,
+        issued=moved,
+        at_most="top_k" in n,
     )
 
 
 def sample_bytes(n: Sizes, itemsize: int) -> int:
-    """An unfiltered row is read once. A filtered row (`top_k`) may be read twice, and its list of candidates is short
-    where the filter is narrow: this counts the second reading in full."""
-    return n["rows"] * n["vocab"] * itemsize * (2 if "top_k" in n else 1)
+    """Of a row. A filtered row (`top_k`) may be read a second time, in the parts that hold candidates: here all of it,
+    with the largest logits of its groups and a list of some hundred candidates, read in every round of the search."""
+    parts = -(-n["vocab"] // 4096)
+    once = n["vocab"] * itemsize + 32 * parts + 100
+    return once + ("top_k" in n) * (n["vocab"] * itemsize + n["vocab"] // 8 + 16 * parts + 20_000)
 
 
 def verify_match(form: Form, n: Sizes) -> Call:
@@ -109,7 +117,8 @@ def verify_match(form: Form, n: Sizes) -> Call:
         reference=lambda: _emitted(verify.verify_drafts_reference(proposed, sampled, cu)),
         tokens=sequences,
         least=per_sequence * sequences,
-        moved=per_sequence * sequences,
+        memory=per_sequence * sequences,
+        issued=per_sequence * sequences,
     )
 
 
@@ -134,14 +143,19 @@ def verify_reject(form: Form, n: Sizes) -> Call:
         own = (batch.cu_drafts, batch.temperatures, batch.seeds, batch.positions, drafts)
         return verify_triton.verify_rejection_triton(logits, proposed, probs, *own)[0]
 
-    least = logits.nbytes + sequences * vocab * logits.itemsize  # every row for its sum, one a sequence for the race
+    # Every row for its sum; the row that decides once more for the race, with its draft's probabilities if it rejects.
+    least = logits.nbytes
+    chunks = -(-vocab // logprobs_triton.chunk_size(vocab))
+    memory = least + sequences * vocab * (logits.itemsize + 4) + rows * (24 * chunks + 128) + sequences * (32 * chunks)
     return Call(
         op=lambda: _emitted(verify_rejection.verify_rejection(*args)),
         launch=lambda: _emitted(launch()),
         reference=lambda: _emitted(verify_rejection.verify_rejection_reference(*args)),
         tokens=sequences,
         least=least,
-        moved=least,
+        memory=memory,
+        issued=memory,
+        at_most=True,
     )
 
 
@@ -159,7 +173,8 @@ def token_logprobs(form: Form, n: Sizes) -> Call:
         reference=lambda: logprobs.token_logprobs_reference(logits, tokens),
         tokens=n["rows"],
         least=logits.nbytes + tokens.nbytes + 4 * n["rows"],
-        moved=logits.nbytes + n["rows"] * (16 * chunks + 4 * chunks + 8 + 4 + logits.itemsize + 12),
+        memory=logits.nbytes + n["rows"] * (16 * chunks + 28 + logits.itemsize),
+        issued=logits.nbytes + n["rows"] * (20 * chunks + 28 + logits.itemsize),
     )
 
 
@@ -194,15 +209,16 @@ def token_logprobs_backward(form: Form, n: Sizes) -> Call:
         assert leaf.grad is not None
         return leaf.grad
 
-    per_chunk = 8 + 4 + 4 * 4
-    forward = logits.nbytes + n["rows"] * (16 * chunks + 4 * chunks + 8 + 4 + logits.itemsize + 12)
+    few = 20 * chunks + 28 + logits.itemsize + 28 * chunks
     return Call(
         op=op,
         launch=launch,
         reference=reference,
         tokens=n["rows"],
         least=3 * logits.nbytes,
-        moved=forward + 2 * logits.nbytes + n["rows"] * chunks * per_chunk,
+        memory=3 * logits.nbytes + n["rows"] * few,
+        issued=3 * logits.nbytes + n["rows"] * few,
+        at_most=True,
     )
 
 

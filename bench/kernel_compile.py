@@ -37,7 +37,7 @@ def run(
     for case in CASES:
         if (chosen and case.op not in chosen) or dtype not in case.dtypes:
             continue
-        moved, least = case.bytes_per_token(DTYPES[dtype])
+        traffic = case.traffic(DTYPES[dtype])
         call = case.make(Form(torch.device("cpu"), "triton", DTYPES[dtype], empty=True), compile_sizes(case))
         for target in targets:
             progress(f"{case.name} {target}")
@@ -47,8 +47,9 @@ def run(
                     "case": case.what,
                     "dtype": dtype,
                     **_facts(launch),
-                    "bytes_per_token": moved,
-                    "least_bytes_per_token": least,
+                    "bytes_per_token": traffic.memory / traffic.tokens,
+                    "issued_bytes_per_token": traffic.issued / traffic.tokens,
+                    "least_bytes_per_token": traffic.least / traffic.tokens,
                 }
 
 
@@ -66,7 +67,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     out = Table(title=title, title_justify="left")
     for header in ("op", "kernel"):
         out.add_column(header, no_wrap=True)
-    for header in ("bytes per token", "of least", "128-bit loads", "tensor core", "spills", *targets):
+    for header in ("bytes per token", "of least", "issued", "128-bit loads", "tensor core", "spills", *targets):
         out.add_column(header, justify="right")
     last = None
     lines: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
@@ -78,9 +79,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
         if name != last:
             out.add_section()
             ratio = row["bytes_per_token"] / row["least_bytes_per_token"]
-            cells = [name, kernel, _bytes(row["bytes_per_token"]), f"{ratio:.2f}"]
+            issued = row["issued_bytes_per_token"] / row["least_bytes_per_token"]
+            cells = [name, kernel, _bytes(row["bytes_per_token"]), f"{ratio:.2f}", f"{issued:.2f}"]
         else:
-            cells = ["", kernel, "", ""]
+            cells = ["", kernel, "", "", ""]
         last = name
         wide = [r["loads"].get(128, 0) / max(sum(r["loads"].values()), 1) for r in by_target.values()]
         cells.append(f"{min(wide):.0%}")

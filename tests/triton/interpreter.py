@@ -9,7 +9,7 @@ that races between them cannot show. `install` changes that for the life of the 
 - bounds: an access must lie within the tensor argument from which its pointer was computed.
 - races: no two programs of a launch may write one byte, and none may read a byte that another one writes.
 - masked-off lanes of a load without `other` are NaN, or large integers.
-- traffic: the bytes that programs load and store are counted (`TRAFFIC`).
+- traffic: the bytes that launches move are counted (`TRAFFIC`).
 - `tl.device_assert` and the check of int32 overflow are on.
 """
 
@@ -132,15 +132,13 @@ class Argument:
 
 @dataclasses.dataclass
 class Traffic:
-    """Bytes that kernels have moved since the process began: for each program and each load or store the distinct
-    bytes that it touches."""
+    """Bytes that launches have moved since the process began."""
 
-    loaded: int = 0
-    stored: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.loaded + self.stored
+    issued: int = 0
+    """By programs: the distinct bytes of each load and store, whether a cache or the memory serves them."""
+    memory: int = 0
+    """By launches: the distinct bytes that its programs read, and those that they write; what a cache that holds a
+    launch's data would fetch and write back."""
 
 
 TRAFFIC = Traffic()
@@ -161,16 +159,17 @@ class Guard:
             else:
                 self.regions.append((a.start, a.end, *_account(a.end - a.start)))
 
+    def account(self) -> None:
+        """The launch is over."""
+        for _, _, writer, reader in self.regions:
+            TRAFFIC.memory += int((writer != NOBODY).sum()) + int((reader != NOBODY).sum())
+
     def check(self, pointers: Any, mask: Any, store: bool) -> None:
         size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
         addresses = np.asarray(pointers.data, np.uint64).astype(np.int64)
         addresses = addresses[np.broadcast_to(np.asarray(mask.data, bool), addresses.shape)]
         if addresses.size:
-            moved = np.unique(addresses).size * size
-            if store:
-                TRAFFIC.stored += moved
-            else:
-                TRAFFIC.loaded += moved
+            TRAFFIC.issued += np.unique(addresses).size * size
             self._check_bounds(addresses, size, pointers.attr.get("origin"), store)
             self._check_races(addresses, size, store)
 
@@ -281,6 +280,8 @@ def _patch_memory() -> None:
         try:
             return launch(self, *args, **kwargs)
         finally:
+            for guard in current:
+                guard.account()
             current.clear()
 
     I.GridExecutor._init_args_hst, I.GridExecutor.__call__ = init_args, call
