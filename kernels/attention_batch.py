@@ -39,9 +39,13 @@ class AttentionVariant:
             raise ValueError(f"attention: window must be 0 (off) or a number of tokens, not {self.window}")
         if not (math.isfinite(self.softcap) and self.softcap >= 0):
             raise ValueError(f"attention: softcap must be 0 (off) or positive and finite, not {self.softcap}")
-        if self.sinks is not None and (self.sinks.dtype != torch.float32 or self.sinks.dim() != 1):
-            got = f"{self.sinks.dtype} {tuple(self.sinks.shape)}"
-            raise ValueError(f"attention: sinks must be float32 [heads], got {got}")
+        if (s := self.sinks) is not None and (s.dtype != torch.float32 or s.dim() != 1 or not s.is_contiguous()):
+            got = f"{s.dtype} {tuple(s.shape)} with strides {s.stride()}"
+            raise ValueError(f"attention: sinks must be float32 [heads] and contiguous, got {got}")
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.window and not self.softcap and self.sinks is None
 
 
 PLAIN = AttentionVariant()
@@ -176,7 +180,7 @@ def check_shapes(
         raise ValueError(
             f"paged_attention: q {tuple(q.shape)} does not fit kv {tuple(kv.shape)}, blocks of {block_size}"
         )
-    if variant.sinks is not None and variant.sinks.shape != (heads,):
-        got = tuple(variant.sinks.shape)
-        raise ValueError(f"paged_attention: sinks must be [{heads}], one for each head, not {got}")
+    if (sinks := variant.sinks) is not None and (sinks.shape != (heads,) or sinks.device != kv.device):
+        wanted = f"[{heads}], one for each head, on {kv.device}"
+        raise ValueError(f"paged_attention: sinks must be {wanted}, not {tuple(sinks.shape)} on {sinks.device}")
     check_scales("paged_attention", kv, scales, block_size)

@@ -66,7 +66,7 @@ def attend(
     tokens = batch.num_context_tokens
     low, masks, sinks = NOTHING
     bases = low
-    extras = variant is not PLAIN or batch.tree_masks is not None
+    extras = batch.tree_masks is not None or not variant.is_plain
     if extras:
         low = batch.first_seen(variant.window)
         tokens -= int(low.sum())

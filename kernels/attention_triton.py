@@ -299,6 +299,7 @@ def _partition_kernel(
     if FORMAT != "":
         acc = acc / BOOST
     at_out = item * KV_HEADS + head
+    # Rows that do not exist are written too, into room of their own: a mask would cost registers through the loop.
     tl.store(out_stats + at_out * (2 * TILE) + m, top)
     tl.store(out_stats + at_out * (2 * TILE) + TILE + m, total)
     tl.store(out_acc + at_out * (TILE * BLOCK_D) + m[:, None] * BLOCK_D + d[None, :], acc)
@@ -331,9 +332,10 @@ def _combine_kernel(
     acc = tl.zeros([TILE, BLOCK_D], tl.float32)
     for item in range(tl.load(item_starts + tile), tl.load(item_starts + tile + 1)):
         at = tl.cast(item, tl.int64) * KV_HEADS + head
-        part_top = tl.load(stats_of + at * (2 * TILE) + m)
-        part_total = tl.load(stats_of + at * (2 * TILE) + TILE + m)
-        part_acc = tl.load(acc_of + at * (TILE * BLOCK_D) + m[:, None] * BLOCK_D + d[None, :])
+        part_top = tl.load(stats_of + at * (2 * TILE) + m, mask=live, other=-float("inf"))
+        part_total = tl.load(stats_of + at * (2 * TILE) + TILE + m, mask=live, other=0.0)
+        acc_at = acc_of + at * (TILE * BLOCK_D) + m[:, None] * BLOCK_D + d[None, :]
+        part_acc = tl.load(acc_at, mask=live[:, None] & (d < DIM)[None, :], other=0.0)
         above = tl.maximum(top, part_top)
         shift = tl.where(above == -float("inf"), 0.0, above)
         shrink, weight = tl.exp2(top - shift), tl.exp2(part_top - shift)

@@ -300,6 +300,7 @@ def test_a_bad_sink_is_not_hidden() -> None:
         ({"softcap": float("nan")}, "softcap must be 0"),
         ({"sinks": torch.ones(3).double()}, "sinks must be float32"),
         ({"sinks": torch.ones(3, 1)}, "sinks must be float32"),
+        ({"sinks": torch.ones(6)[::2]}, "and contiguous"),
     ],
 )
 def test_a_variant_that_means_nothing(arguments: dict[str, Any], says: str) -> None:
