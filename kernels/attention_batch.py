@@ -76,8 +76,8 @@ class AttentionBatch:
     """int64 [T], or None without trees: which of the tree's rows each row sees, 0 for the rows of no tree."""
     tree_bases: torch.Tensor | None = None
     """int32 [T]: positions below are seen regardless of the mask; of a row of no tree, its whole context."""
-    plans: dict[int, SplitPlan] = dataclasses.field(default_factory=dict)
-    """Of the Triton kernels, by window; made by the first layer."""
+    plans: dict[tuple[int, int, int], SplitPlan] = dataclasses.field(default_factory=dict)
+    """Of the Triton kernels, by window, query heads of a KV head, and tokens of a partition."""
     flash_plan: FlashPlan | None = None
     """Of flash-attn; made by the first layer."""
     _windows: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)

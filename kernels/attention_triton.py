@@ -52,7 +52,16 @@ class SplitPlan:
     """int32 [tiles + 1]: items item_starts[i] .. item_starts[i+1] are those of tile i."""
 
     @classmethod
-    def build(cls, batch: AttentionBatch, window: int, group: int, device: torch.device) -> SplitPlan:
+    def of(cls, batch: AttentionBatch, window: int, group: int, partition: int, device: torch.device) -> SplitPlan:
+        """Of the batch, made by the first layer that asks. group: query heads of a KV head; partition: KV tokens of a
+        program."""
+        key = (window, group, partition)
+        if key not in batch.plans:
+            batch.plans[key] = cls._build(batch, window, group, partition, device)
+        return batch.plans[key]
+
+    @classmethod
+    def _build(cls, batch: AttentionBatch, window: int, group: int, partition: int, device: torch.device) -> SplitPlan:
         cu, contexts = batch.cu_seqlens.cpu().numpy() * group, batch.context_lens.cpu().numpy()
         low = batch.first_seen(window)
         per_sequence = -(-np.diff(cu) // TILE)
@@ -62,8 +71,8 @@ class SplitPlan:
         end = np.minimum(first + TILE, cu[sequence + 1])
         starts, items = np.zeros(1, np.int64), np.zeros((0, 2), np.int64)
         if len(first):
-            from_part = np.minimum.reduceat(np.repeat(low, group), first) // PARTITION
-            counts = -(-np.maximum.reduceat(np.repeat(contexts, group), first) // PARTITION) - from_part
+            from_part = np.minimum.reduceat(np.repeat(low, group), first) // partition
+            counts = -(-np.maximum.reduceat(np.repeat(contexts, group), first) // partition) - from_part
             starts = np.concatenate([[0], np.cumsum(counts)])
             tile = np.repeat(np.arange(len(first)), counts)
             items = np.stack([tile, np.arange(len(tile)) - np.repeat(starts[:-1] - from_part, counts)], axis=1)
@@ -71,7 +80,8 @@ class SplitPlan:
         def on_device(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(device)
 
-        other = next(iter(batch.plans.values()), None)  # of another window: the same but for the partitions
+        alike = (plan for (_, heads, _), plan in batch.plans.items() if heads == group)
+        other = next(alike, None)  # of another window: the same but for the partitions
         return cls(
             other.context_lens if other else batch.context_lens.to(device),
             other.block_tables if other else batch.block_tables.to(device),
@@ -108,9 +118,7 @@ def paged_attention_triton(
         what = f"head_dim {dim} (at most 256), block size {block_size} (a divisor of {MOST_BLOCK_SIZE})"
         raise ValueError(f"paged_attention: {what}")
     group = heads // kv_heads
-    plan = batch.plans.get(variant.window)
-    if plan is None:
-        plan = batch.plans[variant.window] = SplitPlan.build(batch, variant.window, group, kv.device)
+    plan = SplitPlan.of(batch, variant.window, group, PARTITION, kv.device)
     q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     out[len(batch.context_lens) :].zero_()

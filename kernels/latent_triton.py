@@ -18,6 +18,10 @@ from longtail.kernels.attention_triton import LOG2_E, SplitPlan
 STORE_TOKENS = 4
 """Tokens of a store_latent program: with one warp, 16-byte loads of 4 rotary keys of 64 bfloat16."""
 
+PARTITION = 1024
+"""Tokens of a program. The partial sums of a tile, written and read, weigh as much as 57 latents of DeepSeek-V3 in
+bfloat16, and heads beyond 16 bring more tiles: longer partitions than those of paged attention."""
+
 COMBINE_COLUMNS = 128
 """Columns of a tile that one program adds up."""
 
@@ -36,7 +40,7 @@ def latent_attention_triton(
     if rank > 512 or rope > 64 or latent.stride(3) != 1 or latent.stride(2) != rank + rope:
         what = f"rank {rank} (at most 512), rope_dim {rope} (at most 64), latent {tuple(latent.shape)} of dense rows"
         raise ValueError(f"latent_attention: {what}")
-    plan = _plan(batch, heads, latent.device)
+    plan = SplitPlan.of(batch, 0, heads, PARTITION, latent.device)
     q_latent, q_rope = (x if x.stride(2) == 1 else x.contiguous() for x in (q_latent, q_rope))
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     out[len(batch.context_lens) :].zero_()
@@ -71,7 +75,7 @@ def latent_attention_triton(
             RANK=rank,
             ROPE=rope,
             BLOCK_SIZE=block_size,
-            PARTITION=attention_triton.PARTITION,
+            PARTITION=PARTITION,
             STEP=16 if float32 else 32,  # positions of a round, by dtype, never by the batch
             TILE=tile,
             BLOCK_RANK=block_rank,
@@ -94,13 +98,6 @@ def latent_attention_triton(
             num_warps=num_warps_for(tile * columns),
         )
     return out
-
-
-def _plan(batch: AttentionBatch, heads: int, device: torch.device) -> SplitPlan:
-    """The programs of the batch; made by the first layer."""
-    if 0 not in batch.plans:
-        batch.plans[0] = SplitPlan.build(batch, 0, heads, device)
-    return batch.plans[0]
 
 
 @triton_jit

@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
-from longtail.kernels import attention_triton
+from longtail.kernels import latent_triton
 from longtail.kernels.attention import AttentionBatch
 from longtail.kernels.latent import (
     absorb_query,
@@ -31,7 +31,7 @@ PARTITION = 64
 def outputs_start_as_nan_and_partitions_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-    monkeypatch.setattr(attention_triton, "PARTITION", PARTITION)
+    monkeypatch.setattr(latent_triton, "PARTITION", PARTITION)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_the_comparison_of_bits_sees_a_change_of_the_split(monkeypatch: pytest.M
     """What a partition size that depended on the batch would do."""
     case = Case([1], [3 * PARTITION])
     before = case.run(latent_attention_triton)
-    monkeypatch.setattr(attention_triton, "PARTITION", PARTITION // 2)
+    monkeypatch.setattr(latent_triton, "PARTITION", PARTITION // 2)
     after = case.run(latent_attention_triton)
     assert not torch.equal(after, before)
     torch.testing.assert_close(after, before, **TOLERANCES[torch.float32])
