@@ -273,19 +273,33 @@ def test_a_window_that_holds_everything_and_a_cap_of_nothing_are_plain_attention
     assert torch.equal(Case(QUERIES, CONTEXTS, variant=none).check(torch.float32), plain)
 
 
+# ---- one program a tile
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_program_for_all_partitions_gives_the_bits_of_the_split(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(QUERIES, CONTEXTS, variant=VARIANTS[name], dtype=dtype)
+    q = torch.cat(case.q)
+    split = case.run(paged_attention_triton, q, case.batch())
+    monkeypatch.setattr(attention_triton, "WHOLE_FROM", 1)
+    assert torch.equal(case.run(paged_attention_triton, q, case.batch()), split)
+
+
 # ---- the plan
 
 
 def test_the_plan_by_hand() -> None:
     """Two heads a KV head: 8 tokens a tile. Sequence 0: positions 120 .. 129, windows of 40 from 81 and from 89 on."""
     batch = AttentionBatch.build([10, 0, 1], [130, 3, 65], [[0], [1], [2]], 2)
-    plan = SplitPlan.build(batch, 40, 2, torch.device("cpu"))
+    plan = SplitPlan.of(batch, 40, 2, PARTITION, torch.device("cpu"))
     assert plan.tiles.tolist() == [[0, 0, 16], [0, 16, 20], [2, 20, 22]]
     assert plan.first_seen.tolist() == [*range(81, 91), 25]
     assert plan.items.tolist() == [[0, 1], [1, 1], [1, 2], [2, 0], [2, 1]]  # the first tile ends at 128
     assert plan.item_starts.tolist() == [0, 1, 3, 5]
-    batch.plans[40] = plan
-    everything = SplitPlan.build(batch, 0, 2, torch.device("cpu"))
+    everything = SplitPlan.of(batch, 0, 2, PARTITION, torch.device("cpu"))
     assert everything.items.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1]]
     assert everything.tiles is plan.tiles  # what is the same for both is on the device once
 
@@ -296,7 +310,7 @@ def test_layers_with_and_without_a_window_share_a_batch() -> None:
     for case.variant in (VARIANTS["window_37"], AttentionVariant(), VARIANTS["window_37"], VARIANTS["all"]):
         expected = case.run(paged_attention_reference, q, case.batch())
         torch.testing.assert_close(case.run(paged_attention_triton, q, batch), expected, **TOLERANCES[torch.float32])
-    assert sorted(batch.plans) == [0, 37, 70]
+    assert [window for window, _, _ in sorted(batch.plans)] == [0, 37, 70]
 
 
 def test_the_cpu_layout_is_refused() -> None:

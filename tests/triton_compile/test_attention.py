@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from longtail.bench.offline_compile import TARGETS, compile_launches
+from longtail.kernels import attention_triton
 from longtail.kernels.attention import AttentionBatch, AttentionVariant, paged_attention_triton
 from longtail.kernels.kv import empty_kv, empty_scales, store_kv_triton
 
@@ -78,6 +79,31 @@ def test_attention_is_fit_for_the_target(target: str, case: str, dtype: torch.dt
     if dtype != torch.float32:
         assert partition.tensor_core > 0
     assert not partition.loads.keys() & {8, 16}  # K and V, of 8 bits too, come in wide loads
+
+
+WHOLE: dict[str, dict[str, object]] = {
+    "plain": {},
+    "dim_64": {"dim": 64},
+    "window_and_cap": {"window": 128, "softcap": 30.0},
+    "window_cap_and_sinks": {"window": 128, "softcap": 30.0, "sinks": True},
+    "sinks_dim_64": CASES["sinks_dim_64"],
+    "blocks_of_256": CASES["blocks_of_256"],
+    "dim_80": CASES["dim_80"],
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("target", TARGETS)
+def test_one_program_a_tile_is_fit_for_the_target(target: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_triton, "WHOLE_FROM", 1)
+    (launch,) = compile_launches(lambda: attend(torch.bfloat16, **WHOLE[case]), TARGETS[target])  # type: ignore[arg-type]
+    print(
+        f"{launch.kernel} {case} {target}: registers {launch.registers}, spills {launch.spills}, shared "
+        f"{launch.shared}, occupancy {launch.occupancy:.0%}"
+    )
+    assert launch.problems() == []
+    assert launch.tensor_core > 0
+    assert not launch.loads.keys() & {8, 16}
 
 
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])

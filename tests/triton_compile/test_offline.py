@@ -86,7 +86,7 @@ def test_fit_for_the_target(target: str, case: str, dtype: str) -> None:
             f"stores {launch.stores}, tensor core {launch.tensor_core}"
         )
         assert launch.problems() == []
-        if launch.kernel == "_partition_kernel" and dtype != "float32":
+        if launch.kernel == "attention_kernel" and dtype != "float32":
             assert launch.tensor_core > 0
             assert not launch.loads.keys() & {8, 16}  # K and V come in wide loads, all of them
         if case != "rms_norm_64":  # a row of 64 is 2 elements for each lane of a warp
