@@ -3,10 +3,10 @@
 One list serves `longtail bench kernels` (times), its `--compile` (machine code), the tests on a GPU (results against
 the reference) and the test of the byte counts, so that all of them speak of the same launches.
 
-Bytes. `least` is what any implementation must move: every input element once, every output element once. `memory` is what
-our Triton kernels move if a cache holds what the programs of one launch share: the distinct bytes that each launch reads,
-and those that it writes, intermediate results included. `issued` counts what each program loads and stores, whoever serves
-it. tests/triton/test_bytes.py counts both in the interpreter and holds them against these formulas.
+Bytes. `least` is what any implementation must move: every input element once, every output element once. `memory` is
+what our Triton kernels move if a cache holds what the programs of one launch share: the distinct bytes that each launch
+reads, and those that it writes, intermediate results included. `issued` counts what each program loads and stores,
+whoever serves it. tests/triton/test_bytes.py counts both in the interpreter and holds them against these formulas.
 """
 
 from __future__ import annotations

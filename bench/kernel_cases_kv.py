@@ -20,6 +20,7 @@ from longtail.kernels.attention import (
 LAYERS = 2
 INDEX = 4
 """Bytes of an int32."""
+SPLIT = (attention_triton.PARTITION, attention_triton.WHOLE_FROM)
 
 
 def _cache(form: Form, blocks: int, kv_heads: int, block_size: int, dim: int) -> torch.Tensor:
@@ -115,7 +116,7 @@ def attention(form: Form, n: Sizes) -> Call:
     args: tuple[Any, ...] = (q, cache, 1, rows, n["block"], dim**-0.5)
     row = 2 * kv_heads * dim * q.itemsize  # K and V of a position
     least = batch * context * row + 2 * q.nbytes + batch * len(tables[0]) * INDEX
-    memory, issued = _attention_bytes(n, q.itemsize, kv_heads, dim, row, attention_triton.PARTITION)
+    memory, issued = _attention_bytes(n, q.itemsize, kv_heads, dim, row, *SPLIT)
     pairs = batch * (queries * (context - queries) + queries * (queries + 1) // 2)
     return Call(
         op=lambda: paged_attention(*args),
@@ -130,12 +131,15 @@ def attention(form: Form, n: Sizes) -> Call:
     )
 
 
-def _attention_bytes(n: Sizes, itemsize: int, kv_heads: int, dim: int, row: int, partition: int) -> tuple[int, int]:
-    """Of the partition and combine kernels: memory, issued. row: bytes of a position's keys and values, all heads; dim:
-    of the values."""
+def _attention_bytes(
+    n: Sizes, itemsize: int, kv_heads: int, dim: int, row: int, partition: int, whole_from: int
+) -> tuple[int, int]:
+    """Of the attention and combine kernels: memory, issued. row: bytes of a position's keys and values, all heads; dim:
+    of the values; whole_from: tiles x heads from which a program takes all partitions."""
     tile, wide = attention_triton.TILE, max(next_power_of_2(dim), 16)
     group = n["heads"] // kv_heads
     rows = n["queries"] * group
+    whole = wide <= 128 and n["batch"] * -(-rows // tile) * kv_heads >= whole_from
     memory = n["context"] * row + -(-n["context"] // n["block"]) * INDEX
     issued = 0
     for first in range(0, rows, tile):
@@ -144,9 +148,10 @@ def _attention_bytes(n: Sizes, itemsize: int, kv_heads: int, dim: int, row: int,
         parts = -(-sees // partition)
         in_and_out = kv_heads * live * dim * itemsize
         partial = parts * kv_heads * (tile * (wide + 2) + live * (dim + 2)) * 4  # a whole tile written, live rows read
+        partial = 0 if whole else partial
         memory += 2 * in_and_out + partial
         blocks = sum(-(-min(partition, sees - start) // n["block"]) for start in range(0, sees, partition))
-        issued += sees * row + kv_heads * blocks * INDEX + in_and_out * (parts + 1) + partial
+        issued += sees * row + kv_heads * blocks * INDEX + in_and_out * (2 if whole else parts + 1) + partial
     return n["batch"] * memory, n["batch"] * issued
 
 
@@ -174,8 +179,7 @@ def latent_attention(form: Form, n: Sizes) -> Call:
     row = (n["rank"] + n["rope"]) * q_latent.itemsize
     pairs = batch * (queries * (context - queries) + queries * (queries + 1) // 2)
     least = batch * context * row + 2 * q_latent.nbytes + q_rope.nbytes + batch * len(tables[0]) * INDEX
-    sizes = (q_latent.itemsize, 1, n["rank"], row, latent_triton.PARTITION)
-    memory, issued = _attention_bytes(n, *sizes)
+    memory, issued = _attention_bytes(n, q_latent.itemsize, 1, n["rank"], row, latent_triton.PARTITION, 1 << 62)
     return Call(
         op=lambda: latent.latent_attention(*args),
         launch=lambda: latent_triton.latent_attention_triton(*args),

@@ -116,8 +116,8 @@ def verify_match(form: Form, n: Sizes) -> Call:
         launch=lambda: _emitted(verify.verify_drafts_triton(proposed, sampled, cu, max_drafts=drafts)),
         reference=lambda: _emitted(verify.verify_drafts_reference(proposed, sampled, cu)),
         tokens=sequences,
-        least=per_sequence * sequences,
-        memory=per_sequence * sequences,
+        least=per_sequence * sequences - 4 * (sequences - 1),
+        memory=per_sequence * sequences - 4 * (sequences - 1),  # neighbours share an end of cu_drafts
         issued=per_sequence * sequences,
     )
 

@@ -25,8 +25,9 @@ one might be another instruction, with other bits."""
 PARTITION = 256
 """KV tokens of a program. Never a function of the batch."""
 
-WHOLE_FROM = 512
-"""Tiles x KV heads from which a program takes all partitions of its tile: some programs for every multiprocessor."""
+WHOLE_FROM = 256
+"""Tiles x KV heads from which a program takes all partitions of its tile, if no tile has far more than the others: some
+programs for every multiprocessor, and none that the others would wait for."""
 
 MOST_BLOCK_SIZE = 256
 """A block must be a power of two up to this (flash-attn wants 256)."""
@@ -54,6 +55,8 @@ class SplitPlan:
     """int32 [items, 2]: tile, partition; the partitions of a tile stand in order."""
     item_starts: torch.Tensor
     """int32 [tiles + 1]: items item_starts[i] .. item_starts[i+1] are those of tile i."""
+    most_items: int
+    """Of a tile."""
 
     @classmethod
     def of(cls, batch: AttentionBatch, window: int, group: int, partition: int, device: torch.device) -> SplitPlan:
@@ -95,6 +98,7 @@ class SplitPlan:
             on_device(low),
             on_device(items),
             on_device(starts),
+            int(np.diff(starts).max(initial=0)),
         )
 
 
@@ -134,7 +138,8 @@ def paged_attention_triton(
     # One program a tile where that fills a GPU: nothing is written in between, and the bits are those of the split.
     # Not for what would need too many registers then.
     narrow = block_d <= 128 and not form and plan.tree_masks is None
-    whole = narrow and tiles * kv_heads >= WHOLE_FROM
+    even = plan.most_items * tiles <= 2 * items
+    whole = narrow and even and tiles * kv_heads >= WHOLE_FROM
     partials = 0 if whole else items
     acc = torch.empty(partials, kv_heads, TILE, block_d, dtype=torch.float32, device=q.device)
     stats = torch.empty(partials, kv_heads, 2, TILE, dtype=torch.float32, device=q.device)
@@ -199,6 +204,6 @@ def paged_attention_triton(
             SINKS=variant.sinks is not None,
             TILE=TILE,
             BLOCK_D=block_d,
-            num_warps=num_warps_for(TILE * block_d),
+            num_warps=num_warps_for(TILE * block_d * (2 if single else 1)),
         )
     return out

@@ -284,8 +284,24 @@ def test_a_program_for_all_partitions_gives_the_bits_of_the_split(
     case = Case(QUERIES, CONTEXTS, variant=VARIANTS[name], dtype=dtype)
     q = torch.cat(case.q)
     split = case.run(paged_attention_triton, q, case.batch())
+    launched = attention_triton.combine_kernel
     monkeypatch.setattr(attention_triton, "WHOLE_FROM", 1)
-    assert torch.equal(case.run(paged_attention_triton, q, case.batch()), split)
+    batch = case.batch()
+    plan = SplitPlan.of(batch, case.variant.window, case.group, PARTITION, torch.device("cpu"))
+    plan.most_items = 1  # or the contexts of this batch are too uneven
+    monkeypatch.setattr(attention_triton, "combine_kernel", None if not case.trees else launched)
+    assert torch.equal(case.run(paged_attention_triton, q, batch), split)
+
+
+def test_uneven_contexts_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile with more than twice the mean number of partitions would keep the others waiting."""
+    monkeypatch.setattr(attention_triton, "WHOLE_FROM", 1)
+    monkeypatch.setattr(attention_triton, "combine_kernel", None)  # not to be launched
+    even = Case([1, 1, 1], [100, 90, 128])
+    even.check(torch.float32)
+    uneven = Case([1, 1, 1], [10, 10, 500])
+    with pytest.raises(TypeError, match="NoneType"):
+        uneven.check(torch.float32)
 
 
 # ---- the plan

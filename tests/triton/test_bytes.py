@@ -16,7 +16,8 @@ TOLERANCE = 0.02
 AIM = 1.1
 ABOVE_AIM = {
     "sample top-k, top-p": "parts of a row with candidates are read a second time, at worst all of them",
-    "latent_attention decode": "a tile's partial sums, 512 wide in float32, beside latents of 576 numbers for all heads",
+    "latent_attention decode": "partial sums in float32 of 8 tiles of heads beside latents that all of them share",
+    "verify_drafts rejection": "the row that decides is read again, with its draft's probabilities",
 }
 
 
