@@ -13,7 +13,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of
+from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, warp_size
 from longtail.kernels.attention_batch import PLAIN, AttentionBatch, AttentionVariant, check_shapes
 from longtail.kernels.attention_kernels import attention_kernel, combine_kernel
 from longtail.kernels.kv_quant import as_bytes, code_format
@@ -191,6 +191,7 @@ def paged_attention_triton(
         )
         if whole:
             return out
+        more = (single or dim < block_d) and warp_size() == 32  # so that registers suffice
         combine_kernel[(tiles, kv_heads)](
             acc,
             stats,
@@ -204,6 +205,6 @@ def paged_attention_triton(
             SINKS=variant.sinks is not None,
             TILE=TILE,
             BLOCK_D=block_d,
-            num_warps=num_warps_for(TILE * block_d * (2 if single else 1)),
+            num_warps=num_warps_for(TILE * block_d * (2 if more else 1)),
         )
     return out
