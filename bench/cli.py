@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -168,6 +169,8 @@ def bench_kernels(
             status.update(text)
 
         if compile_only:
+            if importlib.util.find_spec("triton") is None:
+                raise ValueError("--compile needs Triton: pip install triton")
             from longtail.bench import kernel_compile
 
             dtype = kinds[0] if kinds else "bfloat16"

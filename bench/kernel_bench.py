@@ -168,13 +168,14 @@ def table(rows: list[dict[str, Any]]) -> Table:
     where = about["gpu"] if on_gpu else f"{about['cpu']}, {about['threads']} threads"
     out.caption = f"{where}; torch {about['torch']}; medians"
     share = "of roofline" if on_gpu else "of read bandwidth"
-    for header in ("op", "", "dtype", "ms", "GB/s", "TFLOP/s", share):
-        out.add_column(header, justify="left" if header in ("op", "", "dtype") else "right", no_wrap=True)
+    out.add_column("op", no_wrap=True)
+    for header in ("dtype", "ms", "GB/s", "TFLOP/s", share):
+        out.add_column(header, justify="right")
     for row in rows:
         part = row["share_of_roofline"] if on_gpu else row["share_of_bandwidth"]["p50"]
+        rival = "" if row["contestant"] in ("cpu", "triton") else f" ({row['contestant']})"
         out.add_row(
-            f"{row['op']} {row['case']}".strip(),
-            row["contestant"],
+            f"{row['op']} {row['case']}".strip() + rival,
             row["dtype"],
             f"{row['milliseconds']['p50']:.3f}",
             f"{row['gigabytes_per_second']:.1f}",

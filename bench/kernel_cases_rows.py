@@ -15,6 +15,7 @@ from longtail.kernels import (
     logprobs_triton,
     norm,
     sample,
+    sample_triton,
     verify,
     verify_rejection,
     verify_triton,
@@ -87,7 +88,7 @@ def sampling(form: Form, n: Sizes) -> Call:
     moved = rows * sample_bytes(n, logits.itemsize)
     return Call(
         op=lambda: sample.sample(logits, batch),
-        launch=lambda: sample.sample_triton(logits, batch),
+        launch=lambda: sample_triton.launch_sample(logits, batch),
         reference=lambda: sample.sample_reference(logits, batch),
         tokens=rows,
         least=logits.nbytes,

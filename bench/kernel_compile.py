@@ -35,17 +35,18 @@ def run(
     if wrong := [name for name in targets if name not in TARGETS]:
         raise ValueError(f"targets: {', '.join(wrong)} unknown; there are {', '.join(TARGETS)}")
     for case in CASES:
-        if (chosen and case.op not in chosen) or dtype not in case.dtypes:
+        if chosen and case.op not in chosen:
             continue
-        traffic = case.traffic(DTYPES[dtype])
-        call = case.make(Form(torch.device("cpu"), "triton", DTYPES[dtype], empty=True), compile_sizes(case))
+        own = dtype if dtype in case.dtypes else case.dtypes[0]
+        traffic = case.traffic(DTYPES[own])
+        call = case.make(Form(torch.device("cpu"), "triton", DTYPES[own], empty=True), compile_sizes(case))
         for target in targets:
             progress(f"{case.name} {target}")
             for launch in {c.kernel: c for c in compile_launches(call.launch, TARGETS[target])}.values():
                 yield {
                     "op": case.op,
                     "case": case.what,
-                    "dtype": dtype,
+                    "dtype": own,
                     **_facts(launch),
                     "bytes_per_token": traffic.memory / traffic.tokens,
                     "issued_bytes_per_token": traffic.issued / traffic.tokens,
