@@ -70,11 +70,21 @@ def run(config: KernelBenchConfig, progress: Callable[[str], None] = lambda text
             machine["threads"] = config.threads
         measure = CpuBench(machine, config.repeats).measure
         dtypes = config.dtypes or ("float32",)
-    for case in CASES:
-        for dtype in dtypes:
-            if (not config.ops or case.op in config.ops) and dtype in case.dtypes:
-                progress(f"{case.name} {dtype}")
-                yield from measure(case, dtype)
+    on_gpu = "gpu" in machine
+    chosen = [
+        (case, dtype)
+        for case in CASES
+        for dtype in dtypes
+        if (not config.ops or case.op in config.ops)
+        and dtype in case.dtypes
+        and (on_gpu or (case.on_cpu and dtype == "float32"))
+    ]
+    if not chosen:
+        what = f"{', '.join(config.ops) or 'these ops'} in {', '.join(dtypes)}"
+        raise ValueError(f"ops, dtypes: nothing to measure for {what} here; the CPU's own kernels take float32")
+    for case, dtype in chosen:
+        progress(f"{case.name} {dtype}")
+        yield from measure(case, dtype)
 
 
 def _row(case: Case, dtype: str, sizes: Sizes, contestant: str, call: Call, ms: dict[str, float]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from longtail.kernels import attention_triton
+from longtail.kernels import attention_kernels, attention_triton
 from longtail.kernels.attention import (
     AttentionBatch,
     AttentionVariant,
@@ -284,7 +284,7 @@ def test_a_program_for_all_partitions_gives_the_bits_of_the_split(
     case = Case(QUERIES, CONTEXTS, variant=VARIANTS[name], dtype=dtype)
     q = torch.cat(case.q)
     split = case.run(paged_attention_triton, q, case.batch())
-    launched = attention_triton.combine_kernel
+    launched = attention_kernels.combine_kernel
     monkeypatch.setattr(attention_triton, "WHOLE_FROM", 1)
     batch = case.batch()
     plan = SplitPlan.of(batch, case.variant.window, case.group, PARTITION, torch.device("cpu"))

@@ -32,7 +32,7 @@ def attend(
     paged_attention_triton(q, kv, 1, batch, block, dim**-0.5, of, scales)
 
 
-CASES = {
+CASES: dict[str, dict[str, object]] = {
     "window": {"window": 128},
     "softcap": {"softcap": 50.0, "dim": 256},
     "sinks_dim_64": {"sinks": True, "window": 128, "dim": 64, "group": 8},
