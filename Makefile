@@ -23,8 +23,11 @@ demo: $(VENV)/.stamp-model  ## run the benchmark on a real small model and write
 
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-model  ## run all tests, the slow ones too
 	@# Triton interprets or compiles, once decided for a process: three processes, and all of them run.
-	@failed=0; for part in tests tests/triton tests/triton_compile; do \
-	    echo "pytest $$part"; $(bin)/pytest $$part || failed=1; done; exit $$failed
+	@# The two of Triton run beside each other, each on one core.
+	@failed=0; $(bin)/pytest tests || failed=1; \
+	    log=$$(mktemp); $(bin)/pytest tests/triton_compile >$$log 2>&1 & other=$$!; \
+	    echo "pytest tests/triton"; $(bin)/pytest tests/triton || failed=1; \
+	    wait $$other || failed=1; echo "pytest tests/triton_compile"; cat $$log; rm -f $$log; exit $$failed
 
 lint: $(VENV)/.stamp-dev  ## check style and imports
 	$(bin)/ruff check .
