@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from longtail.bench.kernel_cases import Call, Case, Form, Sizes
-from longtail.kernels import attention_triton, kv, latent, latent_triton, rope
+from longtail.kernels import attention_plan, attention_triton, kv, latent, latent_triton, rope
 from longtail.kernels._triton import next_power_of_2
 from longtail.kernels.attention import (
     AttentionBatch,
@@ -136,7 +136,7 @@ def _attention_bytes(
 ) -> tuple[int, int]:
     """Of the attention and combine kernels: memory, issued. row: bytes of a position's keys and values, all heads; dim:
     of the values; whole_from: tiles x heads from which a program takes all partitions."""
-    tile, wide = attention_triton.TILE, max(next_power_of_2(dim), 16)
+    tile, wide = attention_plan.TILE, max(next_power_of_2(dim), 16)
     group = n["heads"] // kv_heads
     rows = n["queries"] * group
     whole = wide <= 128 and n["batch"] * -(-rows // tile) * kv_heads >= whole_from

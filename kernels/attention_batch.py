@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from longtail.kernels.kv_quant import check_scales
 
 if TYPE_CHECKING:
     from longtail.kernels.attention_flash import FlashPlan
-    from longtail.kernels.attention_triton import SplitPlan
+    from longtail.kernels.attention_plan import SplitPlan
 
 ROWS = 4
 """Query rows of a CPU tile."""
@@ -76,8 +76,8 @@ class AttentionBatch:
     """int64 [T], or None without trees: which of the tree's rows each row sees, 0 for the rows of no tree."""
     tree_bases: torch.Tensor | None = None
     """int32 [T]: positions below are seen regardless of the mask; of a row of no tree, its whole context."""
-    plans: dict[tuple[int, int, int], SplitPlan] = dataclasses.field(default_factory=dict)
-    """Of the Triton kernels, by window, query heads of a KV head, and tokens of a partition."""
+    plans: dict[Any, SplitPlan] = dataclasses.field(default_factory=dict)
+    """Of the Triton kernels, by the arguments of `SplitPlan.of`."""
     flash_plan: FlashPlan | None = None
     """Of flash-attn; made by the first layer."""
     _windows: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)

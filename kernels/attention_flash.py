@@ -91,7 +91,7 @@ def paged_attention_flash(
         raise ValueError(f"paged_attention: flash-attn does not take {found[0]}; use backend 'triton' or 'reference'")
     check_shapes(q, kv, block_size, variant, scales)
     flash_attn = _flash_attn()
-    if batch.flash_plan is None:
+    if batch.flash_plan is None or batch.flash_plan.block_tables.device != kv.device:
         batch.flash_plan = FlashPlan.build(batch, kv.device)
     plan = batch.flash_plan
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)

@@ -115,6 +115,8 @@ def latent_attention(
         raise ValueError(f"latent_attention: q_rope is {q_rope.dtype}, q_latent {q_latent.dtype}: give them one dtype")
     if batch.tree_masks is not None:
         raise ValueError("latent_attention: draft trees (tree_masks) are not supported: verify drafts as sequences")
+    if batch.tree_masks is not None:
+        raise ValueError("latent_attention: the batch has tree_masks, which latents do not support: verify one path")
     if latent.is_cuda:
         return latent_attention_triton(q_latent, q_rope, latent, layer, batch, block_size, scale)
     exact = latent.device.type == "cpu" and latent.dtype == q_latent.dtype == torch.float32

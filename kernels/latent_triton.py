@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from longtail.kernels import attention_triton
 from longtail.kernels._triton import compiles_for_amd, next_power_of_2, num_warps_for, on_device_of, tl
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels.attention_batch import AttentionBatch
-from longtail.kernels.attention_triton import LOG2_E, SplitPlan
+from longtail.kernels.attention_plan import TILE, SplitPlan
+from longtail.kernels.attention_triton import LOG2_E
 
 STORE_TOKENS = 4
 """Tokens of a store_latent program: with one warp, 16-byte loads of 4 rotary keys of 64 bfloat16."""
@@ -40,63 +40,64 @@ def latent_attention_triton(
     if rank > 512 or rope > 64 or latent.stride(3) != 1 or latent.stride(2) != rank + rope:
         what = f"rank {rank} (at most 512), rope_dim {rope} (at most 64), latent {tuple(latent.shape)} of dense rows"
         raise ValueError(f"latent_attention: {what}")
-    plan = SplitPlan.of(batch, 0, heads, PARTITION, latent.device)
+    block_rank = max(next_power_of_2(rank), 16)
+    plan = SplitPlan.of(
+        batch, 0, heads, PARTITION, latent.device, whole_from=None, item_bytes=TILE * (block_rank + 2) * 4
+    )
     q_latent, q_rope = (x if x.stride(2) == 1 else x.contiguous() for x in (q_latent, q_rope))
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     out[len(batch.context_lens) :].zero_()
-    items, tiles, tile = len(plan.items), len(plan.tiles), attention_triton.TILE
-    if not tiles:
-        return out
-    block_rank = max(next_power_of_2(rank), 16)
-    acc = torch.empty(items, tile, block_rank, dtype=torch.float32, device=out.device)
-    stats = torch.empty(items, 2, tile, dtype=torch.float32, device=out.device)
+    most = max((len(turn.items) for turn in plan.turns), default=0)
+    acc = torch.empty(most, TILE, block_rank, dtype=torch.float32, device=out.device)
+    stats = torch.empty(most, 2, TILE, dtype=torch.float32, device=out.device)
     float32 = torch.float32 in (q_latent.dtype, latent.dtype)
+    columns = min(block_rank, COMBINE_COLUMNS)
     with on_device_of(latent):
         amd = compiles_for_amd()
         warps = min(max(block_rank // 64, 1), 8) if amd else 8 if float32 and block_rank > 256 else 4
-        _partition_kernel[(items,)](
-            q_latent,
-            q_rope,
-            latent[:, layer],
-            plan.context_lens,
-            plan.block_tables,
-            plan.tiles,
-            plan.items,
-            acc,
-            stats,
-            q_latent.stride(0),
-            q_latent.stride(1),
-            q_rope.stride(0),
-            q_rope.stride(1),
-            latent.stride(0),
-            plan.block_tables.stride(0),
-            scale * LOG2_E,
-            HEADS=heads,
-            RANK=rank,
-            ROPE=rope,
-            BLOCK_SIZE=block_size,
-            PARTITION=PARTITION,
-            STEP=16 if float32 else 32,  # positions of a round, by dtype, never by the batch
-            TILE=tile,
-            BLOCK_RANK=block_rank,
-            BLOCK_ROPE=max(next_power_of_2(rope), 16),
-            num_warps=warps,
-            num_stages=2 if amd else 5,  # 5: the block numbers of the round after next, the latents of the next one
-        )
-        columns = min(block_rank, COMBINE_COLUMNS)
-        _combine_kernel[(tiles, block_rank // columns)](
-            acc,
-            stats,
-            plan.tiles,
-            plan.item_starts,
-            out,
-            HEADS=heads,
-            RANK=rank,
-            TILE=tile,
-            BLOCK_RANK=block_rank,
-            COLUMNS=columns,
-            num_warps=num_warps_for(tile * columns),
-        )
+        for turn in plan.turns:
+            _partition_kernel[(len(turn.items),)](
+                q_latent,
+                q_rope,
+                latent[:, layer],
+                plan.context_lens,
+                plan.block_tables,
+                turn.tiles,
+                turn.items,
+                acc,
+                stats,
+                q_latent.stride(0),
+                q_latent.stride(1),
+                q_rope.stride(0),
+                q_rope.stride(1),
+                latent.stride(0),
+                plan.block_tables.stride(0),
+                scale * LOG2_E,
+                HEADS=heads,
+                RANK=rank,
+                ROPE=rope,
+                BLOCK_SIZE=block_size,
+                PARTITION=PARTITION,
+                STEP=16 if float32 else 32,  # positions of a round, by dtype, never by the batch
+                TILE=TILE,
+                BLOCK_RANK=block_rank,
+                BLOCK_ROPE=max(next_power_of_2(rope), 16),
+                num_warps=warps,
+                num_stages=2 if amd else 5,  # 5: block numbers of the round after next, latents of the next one
+            )
+            _combine_kernel[(len(turn.tiles), block_rank // columns)](
+                acc,
+                stats,
+                turn.tiles,
+                turn.item_starts,
+                out,
+                HEADS=heads,
+                RANK=rank,
+                TILE=TILE,
+                BLOCK_RANK=block_rank,
+                COLUMNS=columns,
+                num_warps=num_warps_for(TILE * columns),
+            )
     return out
 
 

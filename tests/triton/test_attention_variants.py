@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from longtail.kernels import attention_kernels, attention_triton
+from longtail.kernels import attention_plan, attention_triton
 from longtail.kernels.attention import (
     AttentionBatch,
     AttentionVariant,
     paged_attention_reference,
     paged_attention_triton,
 )
-from longtail.kernels.attention_triton import SplitPlan
+from longtail.kernels.attention_plan import SplitPlan
 from longtail.kernels.kv import empty_kv, empty_scales, store_kv_reference
 
 TOLERANCES: dict[torch.dtype, Any] = {  # float16, bfloat16: p rounded to the dtype before p @ v, and the output
@@ -273,51 +273,106 @@ def test_a_window_that_holds_everything_and_a_cap_of_nothing_are_plain_attention
     assert torch.equal(Case(QUERIES, CONTEXTS, variant=none).check(torch.float32), plain)
 
 
-# ---- one program a tile
+# ---- whole tiles
+
+
+def whole(monkeypatch: pytest.MonkeyPatch, uneven: float = 1e9) -> None:
+    """Every tile is computed whole, but those with more than `uneven` times the mean number of partitions."""
+    monkeypatch.setattr(attention_triton, "WHOLE_FROM", 1)
+    monkeypatch.setattr(attention_plan, "UNEVEN", uneven)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "tree"])
 def test_a_program_for_all_partitions_gives_the_bits_of_the_split(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(QUERIES, CONTEXTS, variant=VARIANTS[name], dtype=dtype)
     q = torch.cat(case.q)
     split = case.run(paged_attention_triton, q, case.batch())
-    launched = attention_kernels.combine_kernel
-    monkeypatch.setattr(attention_triton, "WHOLE_FROM", 1)
-    batch = case.batch()
-    plan = SplitPlan.of(batch, case.variant.window, case.group, PARTITION, torch.device("cpu"))
-    plan.most_items = 1  # or the contexts of this batch are too uneven
-    monkeypatch.setattr(attention_triton, "combine_kernel", None if not case.trees else launched)
-    assert torch.equal(case.run(paged_attention_triton, q, batch), split)
-
-
-def test_uneven_contexts_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile with more than twice the mean number of partitions would keep the others waiting."""
-    monkeypatch.setattr(attention_triton, "WHOLE_FROM", 1)
+    whole(monkeypatch, uneven=1.3)  # some are whole and some split
+    assert torch.equal(case.run(paged_attention_triton, q, case.batch()), split)
+    whole(monkeypatch)
     monkeypatch.setattr(attention_triton, "combine_kernel", None)  # not to be launched
-    even = Case([1, 1, 1], [100, 90, 128])
-    even.check(torch.float32)
-    uneven = Case([1, 1, 1], [10, 10, 500])
-    with pytest.raises(TypeError, match="NoneType"):
-        uneven.check(torch.float32)
+    assert torch.equal(case.run(paged_attention_triton, q, case.batch()), split)
+
+
+def test_turns_give_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(QUERIES, CONTEXTS, heads=6, kv_heads=2)
+    q = torch.cat(case.q)
+    expected = case.run(paged_attention_triton, q, case.batch())
+    monkeypatch.setattr(attention_plan, "WORKSPACE_BYTES", 3 * 2 * 16 * (16 + 2) * 4)  # three items
+    batch = case.batch()
+    assert torch.equal(case.run(paged_attention_triton, q, batch), expected)
+    (plan,) = batch.plans.values()
+    assert len(plan.turns) > 2
 
 
 # ---- the plan
 
 
+def plan_of(batch: AttentionBatch, window: int = 0, group: int = 2, **fields: Any) -> SplitPlan:
+    fields = {"whole_from": None, "item_bytes": 1} | fields
+    return SplitPlan.of(batch, window, group, PARTITION, torch.device("cpu"), **fields)
+
+
 def test_the_plan_by_hand() -> None:
     """Two heads a KV head: 8 tokens a tile. Sequence 0: positions 120 .. 129, windows of 40 from 81 and from 89 on."""
     batch = AttentionBatch.build([10, 0, 1], [130, 3, 65], [[0], [1], [2]], 2)
-    plan = SplitPlan.of(batch, 40, 2, PARTITION, torch.device("cpu"))
-    assert plan.tiles.tolist() == [[0, 0, 16], [0, 16, 20], [2, 20, 22]]
+    plan = plan_of(batch, window=40)
+    (turn,) = plan.turns
+    assert plan.whole is None
+    assert turn.tiles.tolist() == [[0, 0, 16], [0, 16, 20], [2, 20, 22]]
     assert plan.first_seen.tolist() == [*range(81, 91), 25]
-    assert plan.items.tolist() == [[0, 1], [1, 1], [1, 2], [2, 0], [2, 1]]  # the first tile ends at 128
-    assert plan.item_starts.tolist() == [0, 1, 3, 5]
-    everything = SplitPlan.of(batch, 0, 2, PARTITION, torch.device("cpu"))
-    assert everything.items.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1]]
-    assert everything.tiles is plan.tiles  # what is the same for both is on the device once
+    assert turn.items.tolist() == [[0, 1], [1, 1], [1, 2], [2, 0], [2, 1]]  # the first tile ends at 128
+    assert turn.item_starts.tolist() == [0, 1, 3, 5]
+    everything = plan_of(batch)
+    assert everything.turns[0].items.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1]]
+    assert everything.block_tables is plan.block_tables  # what is the same for both is on the device once
+
+
+def test_long_tiles_are_split_among_whole_ones() -> None:
+    """Partitions: 1, 2, 1, 20; the mean is 6."""
+    batch = AttentionBatch.build([1] * 4, [10, 100, 64, 20 * PARTITION], [[0]] * 4, 2)
+    plan = plan_of(batch, whole_from=4)
+    assert plan.whole is not None and plan.whole.tiles[:, 0].tolist() == [0, 1, 2, 3]  # 20 <= 4 x 6
+    batch = AttentionBatch.build([1] * 5, [10, 100, 64, 1, 26 * PARTITION], [[0]] * 5, 2)
+    plan = plan_of(batch, whole_from=5)
+    assert plan.whole is not None and plan.whole.tiles[:, 0].tolist() == [0, 1, 2, 3]  # 26 > 4 x 31 / 5
+    assert plan.whole.items.tolist() == [[0, 0], [1, 0], [1, 1], [2, 0], [3, 0]]
+    (turn,) = plan.turns
+    assert turn.tiles[:, 0].tolist() == [4] and turn.items[:, 1].tolist() == list(range(26))
+    assert plan_of(batch, whole_from=6).whole is None
+
+
+@pytest.mark.parametrize(
+    ("queries", "contexts", "group", "whole_from", "item_bytes"),
+    [
+        ([32768] + [1] * 200, [32768] + [1000] * 200, 4, 32, 8 * 16 * 130 * 4),  # a prefill among decodes
+        ([8192], [32768], 4, None, 8 * 16 * 130 * 4),  # 8-bit cache
+        ([8192], [32768], 2, None, 8 * 16 * 258 * 4),  # head_dim 256
+        ([512], [32768], 128, None, 16 * 514 * 4),  # latents
+    ],
+)
+def test_the_workspace_is_bounded(
+    queries: list[int], contexts: list[int], group: int, whole_from: int | None, item_bytes: int
+) -> None:
+    batch = AttentionBatch.build(queries, contexts, [[0]] * len(queries), group)
+    plan = SplitPlan.of(batch, 0, group, 256, torch.device("cpu"), whole_from=whole_from, item_bytes=item_bytes)
+    most = max((len(turn.items) for turn in plan.turns), default=0)
+    longest = -(-max(contexts) // 256)
+    assert most * item_bytes <= attention_plan.WORKSPACE_BYTES + longest * item_bytes
+    everything = [*plan.turns, *([plan.whole] if plan.whole else [])]
+    assert sum(len(p.tiles) for p in everything) == sum(-(-n * group // 16) for n in queries)
+    if whole_from is not None:
+        assert plan.whole is not None and not plan.turns
+
+
+def test_plans_of_two_devices_are_apart() -> None:
+    batch = AttentionBatch.build([1], [5], [[0]], 2)
+    plan_of(batch)
+    other = SplitPlan.of(batch, 3, 2, PARTITION, torch.device("meta"), whole_from=None, item_bytes=1)
+    assert other.block_tables.device.type == other.turns[0].tiles.device.type == "meta"
 
 
 def test_layers_with_and_without_a_window_share_a_batch() -> None:
@@ -326,7 +381,7 @@ def test_layers_with_and_without_a_window_share_a_batch() -> None:
     for case.variant in (VARIANTS["window_37"], AttentionVariant(), VARIANTS["window_37"], VARIANTS["all"]):
         expected = case.run(paged_attention_reference, q, case.batch())
         torch.testing.assert_close(case.run(paged_attention_triton, q, batch), expected, **TOLERANCES[torch.float32])
-    assert [window for window, _, _ in sorted(batch.plans)] == [0, 37, 70]
+    assert sorted(window for window, *_ in batch.plans) == [0, 37, 70]
 
 
 def test_the_cpu_layout_is_refused() -> None:
