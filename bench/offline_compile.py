@@ -73,7 +73,7 @@ class Compiled:
     registers: int
     """Of a thread (AMD: vector registers)."""
     spills: int
-    """Instructions that move registers to or from local memory (AMD: spilled registers)."""
+    """Instructions that move registers to or from local memory (AMD: vector registers kept in memory)."""
     shared: int
     """Bytes of a block."""
     loads: dict[int, int]
@@ -219,7 +219,8 @@ def _read_amd(name: str, kernel: Any, grid: tuple[int, ...], target: Target) -> 
         grid=grid,
         num_warps=kernel.metadata.num_warps,
         registers=note("vgpr_count"),
-        spills=note("vgpr_spill_count") + note("sgpr_spill_count"),
+        # A scalar register is spilled to a lane of a vector register, which touches no memory.
+        spills=max(note("vgpr_spill_count"), int(note("private_segment_fixed_size") > 0)),
         shared=kernel.metadata.shared,
         loads=widths("load"),
         stores=widths("store"),

@@ -56,9 +56,8 @@ def paged_attention_triton(
     form, kv = code_format(kv.dtype), as_bytes(kv)
     single = q.dtype == torch.float32
     step = 16 if single else 64 if block_d <= 64 and not form else 32
-    few_warps = block_d <= 64 or (block_d <= 128 and single)
     # Not whole where that would take too many registers.
-    narrow = block_d <= 128 and not form and batch.tree_masks is None
+    narrow = dim == block_d <= 128 and not (form or single) and batch.tree_masks is None
     plan = SplitPlan.of(
         batch,
         variant.window,
@@ -114,7 +113,7 @@ def paged_attention_triton(
             STEP=step,
             TILE=TILE,
             BLOCK_D=block_d,
-            num_warps=4 if few_warps else 8,
+            num_warps=4 if block_d <= 64 and (form or not single) else 8,
             num_stages=1 if form and (single or block_d > 128) else 2,
         )
 

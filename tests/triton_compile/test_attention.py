@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, object]] = {
     "sinks_dim_64": {"sinks": True, "window": 128, "dim": 64, "group": 8},
     "tree": {"tree": True},
     "everything": {"window": 128, "softcap": 30.0, "sinks": True, "tree": True},
+    "everything_dim_64": {"window": 128, "softcap": 30.0, "sinks": True, "tree": True, "dim": 64},
+    "dim_72": {"dim": 72, "group": 3, "block": 32},
     "everything_e4m3": {"window": 128, "softcap": 30.0, "sinks": True, "tree": True, "cache": torch.float8_e4m3fn},
     "e4m3": {"cache": torch.float8_e4m3fn},
     "e4m3_dim_64": {"cache": torch.float8_e4m3fn, "dim": 64},
@@ -49,12 +51,8 @@ CASES: dict[str, dict[str, object]] = {
     "dim_96": {"dim": 96, "group": 16},
     "dim_192": {"dim": 192},
 }
-IN_FLOAT16 = {"e4m3", "int8", "everything"}
-IN_FLOAT32 = {"e4m3_dim_64", "int8", "everything", "dim_80", "dim_192"}
-
-SCALAR_SPILL = ("gfx942", "everything_e4m3")
-"""One scalar register too few, kept in a lane of a vector register instead: no memory is touched."""
-
+IN_FLOAT16 = {"e4m3", "int8", "everything", "everything_dim_64", "dim_72"}
+IN_FLOAT32 = {"e4m3_dim_64", "int8", "everything", "everything_dim_64", "dim_80", "dim_192"}
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -71,14 +69,14 @@ def test_attention_is_fit_for_the_target(target: str, case: str, dtype: torch.dt
             f"{launch.spills}, shared {launch.shared}, occupancy {launch.occupancy:.0%}, loads {launch.loads}, "
             f"stores {launch.stores}, tensor core {launch.tensor_core}"
         )
-        if (target, case) != SCALAR_SPILL or launch.spills > 1:
-            assert launch.problems() == []
+        assert launch.problems() == []
         # AMD: 8-bit K and V of 512 threads are 8 bytes a thread.
         assert launch.loads.keys() & ({128} if target != "gfx942" or launch is combine else {64, 128})
         assert launch.stores.get(128, 0) > 0
     if dtype != torch.float32:
         assert partition.tensor_core > 0
-    assert not partition.loads.keys() & {8, 16}  # K and V, of 8 bits too, come in wide loads
+    if case != "dim_72":  # of which the compiler does not see that rows of 144 bytes are aligned
+        assert not partition.loads.keys() & {8, 16}  # K and V, of 8 bits too, come in wide loads
 
 
 WHOLE: dict[str, dict[str, object]] = {
@@ -88,15 +86,17 @@ WHOLE: dict[str, dict[str, object]] = {
     "window_cap_and_sinks": {"window": 128, "softcap": 30.0, "sinks": True},
     "sinks_dim_64": CASES["sinks_dim_64"],
     "blocks_of_256": CASES["blocks_of_256"],
-    "dim_80": CASES["dim_80"],
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", WHOLE)
 @pytest.mark.parametrize("target", TARGETS)
-def test_one_program_a_tile_is_fit_for_the_target(target: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_program_a_tile_is_fit_for_the_target(
+    target: str, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention_triton, "WHOLE_FROM", 1)
-    (launch,) = compile_launches(lambda: attend(torch.bfloat16, **WHOLE[case]), TARGETS[target])  # type: ignore[arg-type]
+    (launch,) = compile_launches(lambda: attend(dtype, **WHOLE[case]), TARGETS[target])  # type: ignore[arg-type]
     print(
         f"{launch.kernel} {case} {target}: registers {launch.registers}, spills {launch.spills}, shared "
         f"{launch.shared}, occupancy {launch.occupancy:.0%}"
