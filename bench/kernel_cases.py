@@ -36,7 +36,7 @@ class Form:
     """Leave the values undefined: for kernels that are compiled and not run."""
 
     def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """Normal values with this standard deviation, a function of it and of the shape: not those of another tensor."""
+        """Normal values with this standard deviation, a function of the shape and of it alone."""
         if self.empty or self.device.type == "meta":
             return torch.empty(*shape, dtype=self.dtype, device=self.device)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(repr((shape, scale)).encode()))
