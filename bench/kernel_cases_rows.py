@@ -86,10 +86,15 @@ def sampling(form: Form, n: Sizes) -> Call:
     if "top_k" in n:
         fields = {"top_k": np.full(rows, n["top_k"], np.int32), "top_p": np.full(rows, 0.95, np.float32)}
     batch = _batch(rows, **fields)
+
+    def launch() -> tuple[torch.Tensor, torch.Tensor]:
+        packed = sample_triton.launch_sample(logits, batch)
+        return packed[:, 0], packed[:, 1].contiguous().view(torch.float32)
+
     moved = rows * sample_bytes(n, logits.itemsize)
     return Call(
         op=lambda: sample.sample(logits, batch),
-        launch=lambda: sample_triton.launch_sample(logits, batch),
+        launch=launch,
         reference=lambda: sample.sample_reference(logits, batch),
         tokens=rows,
         least=logits.nbytes,
@@ -190,8 +195,9 @@ def verify_reject(form: Form, n: Sizes) -> Call:
     )
 
 
-def _emitted(verified: verify.Verified) -> tuple[torch.Tensor, torch.Tensor]:
-    return verified.accepted, verified.tokens
+def _emitted(verified: verify.Verified) -> tuple[torch.Tensor, ...]:
+    logprobs = () if verified.logprobs is None else (verified.logprobs,)
+    return verified.accepted, verified.tokens, *logprobs
 
 
 def token_logprobs(form: Form, n: Sizes) -> Call:

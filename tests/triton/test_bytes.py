@@ -1,4 +1,7 @@
-"""What the kernels move is what their cases say that they move, and close to the least that can be moved."""
+"""What the kernels move is what their cases say that they move, and close to the least that can be moved.
+
+Their results are compared as tests/gpu compares them, so that its tolerances are known to let the kernels through.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from longtail.bench.kernel_case_list import CASES
 from longtail.bench.kernel_cases import DTYPES, Case, Form
 from longtail.kernels import attention_triton
 
+from ..gpu.compare import assert_as_reference, tensors
 from .interpreter import TRAFFIC
 
 TOLERANCE = 0.02
@@ -54,13 +58,15 @@ def check_the_formulas(case: Case) -> None:
         if dtype not in case.dtypes:
             continue
         call = case.make(Form(torch.device("cpu"), "triton", DTYPES[dtype]), case.small)
+        expected = tensors(call.reference())
         issued, memory = TRAFFIC.issued, TRAFFIC.memory
-        call.launch()
+        result = call.launch()
         issued, memory = TRAFFIC.issued - issued, TRAFFIC.memory - memory
         for name, counted, formula in (("issued", issued, call.issued), ("memory", memory, call.memory)):
             told = f"{dtype}: {name}: counted {counted}, formula {formula}, least {call.least}"
             assert counted <= formula * (1 + TOLERANCE), told
             assert counted >= formula * (1 - TOLERANCE) or call.at_most, told
+        assert_as_reference(case.op, case.what, tensors(result), expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
