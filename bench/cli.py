@@ -148,21 +148,22 @@ def bench_engine(
 
 @bench.command("kernels")
 def bench_kernels(
-    ops: Annotated[str, typer.Option(help="Ops, comma-separated [default: all]")] = "",
+    ops: Annotated[str, typer.Option(help="Ops, comma-separated", show_default="all")] = "",
     dtypes: Annotated[
-        str, typer.Option(help="Comma-separated [default: bfloat16, on a CPU float32, which its kernels take]")
+        str,
+        typer.Option(help="Comma-separated", show_default="bfloat16; timed on a CPU float32, which its kernels take"),
     ] = "",
     compile_only: Annotated[
         bool, typer.Option("--compile", help="Compile for GPUs that are not here, and show the machine code's figures")
     ] = False,
     targets: Annotated[str, typer.Option(help="With --compile")] = "sm_80,sm_90,sm_100,gfx942",
     repeats: Annotated[int, typer.Option(min=1, help="On a CPU")] = 15,
-    threads: Annotated[int | None, typer.Option(help="CPU threads [default: all]")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the rows to this file, one JSON object a line")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows, one JSON object a line")] = False,
 ) -> None:
     """Every kernel against what the machine can do: on a GPU Triton's, on a CPU its own."""
-    chosen, kinds = _names(ops), _names(dtypes)
+    chosen, kinds = _names("ops", ops), _names("dtypes", dtypes)
     with console.status("measuring") as status:
 
         def progress(text: str) -> None:
@@ -173,8 +174,7 @@ def bench_kernels(
                 raise ValueError("--compile needs Triton: pip install triton")
             from longtail.bench import kernel_compile
 
-            dtype = kinds[0] if kinds else "bfloat16"
-            rows = list(kernel_compile.run(_names(targets), dtype, chosen, progress))
+            rows = list(kernel_compile.run(_names("targets", targets), kinds or ("bfloat16",), chosen, progress))
             shown: Table = kernel_compile.table(rows)
         else:
             from longtail.bench import kernel_bench
@@ -194,8 +194,11 @@ def bench_kernels(
         raise typer.Exit(1)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def _names(option: str, text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if text and not names:
+        raise ValueError(f"{option}: no name in {text!r}")
+    return names
 
 
 def _resolve(name: str) -> Path | str:

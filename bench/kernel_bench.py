@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longtail.bench.analysis import nearest_rank
-from longtail.bench.kernel_case_list import CASES
+from longtail.bench.kernel_case_list import CASES, check_names
 from longtail.bench.kernel_cases import DTYPES, Call, Case, Form, Sizes
 from longtail.bench.machine import describe
 
@@ -43,11 +43,7 @@ class KernelBenchConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        known = {case.op for case in CASES}
-        if wrong := [op for op in self.ops if op not in known]:
-            raise ValueError(f"ops: {', '.join(wrong)} unknown; there are {', '.join(sorted(known))}")
-        if wrong := [name for name in self.dtypes if name not in DTYPES]:
-            raise ValueError(f"dtypes: {', '.join(wrong)} unknown; there are {', '.join(DTYPES)}")
+        check_names(self.ops, self.dtypes)
         for name in ("repeats", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

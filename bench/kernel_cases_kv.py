@@ -20,7 +20,6 @@ from longtail.kernels.attention import (
 LAYERS = 2
 INDEX = 4
 """Bytes of an int32."""
-SPLIT = (attention_triton.PARTITION, attention_triton.WHOLE_FROM)
 
 
 def _cache(form: Form, blocks: int, kv_heads: int, block_size: int, dim: int) -> torch.Tensor:
@@ -116,7 +115,8 @@ def attention(form: Form, n: Sizes) -> Call:
     args: tuple[Any, ...] = (q, cache, 1, rows, n["block"], dim**-0.5)
     row = 2 * kv_heads * dim * q.itemsize  # K and V of a position
     least = batch * context * row + 2 * q.nbytes + batch * len(tables[0]) * INDEX
-    memory, issued = _attention_bytes(n, q.itemsize, kv_heads, dim, row, *SPLIT)
+    split = (attention_triton.PARTITION, attention_triton.WHOLE_FROM)
+    memory, issued = _attention_bytes(n, q.itemsize, kv_heads, dim, row, *split)
     pairs = batch * (queries * (context - queries) + queries * (queries + 1) // 2)
     return Call(
         op=lambda: paged_attention(*args),
@@ -255,11 +255,43 @@ CASES = [
     ),
     Case(
         "paged_attention",
+        "decode, batch 8",
+        attention,
+        full=LLAMA | {"batch": 8, "queries": 1, "context": 4096},
+        cpu=SMOL | {"batch": 2, "queries": 1, "context": 2048},
+        small=SMALL | {"batch": 1, "queries": 1, "context": 300},
+    ),
+    Case(
+        "paged_attention",
+        "decode, MQA",
+        attention,
+        full=LLAMA | {"kv_heads": 1, "batch": 32, "queries": 1, "context": 4096},
+        cpu=SMOL | {"kv_heads": 1, "batch": 16, "queries": 1, "context": 2048},
+        small=SMALL | {"heads": 20, "batch": 1, "queries": 1, "context": 300},
+    ),
+    Case(
+        "paged_attention",
         "verify",
         attention,
         full=LLAMA | {"batch": 32, "queries": 4, "context": 4096},
         cpu=SMOL | {"batch": 16, "queries": 4, "context": 2048},
         small=SMALL | {"batch": 1, "queries": 4, "context": 300},
+    ),
+    Case(
+        "paged_attention",
+        "verify, batch 8",
+        attention,
+        full=LLAMA | {"batch": 8, "queries": 4, "context": 4096},
+        cpu=SMOL | {"batch": 2, "queries": 4, "context": 2048},
+        small=SMALL | {"batch": 2, "queries": 2, "context": 270},
+    ),
+    Case(
+        "paged_attention",
+        "chunk of 64",
+        attention,
+        full=LLAMA | {"batch": 1, "queries": 64, "context": 4096},
+        cpu=SMOL | {"batch": 1, "queries": 64, "context": 1024},
+        small=SMALL | {"batch": 1, "queries": 12, "context": 300},
     ),
     Case(
         "paged_attention",

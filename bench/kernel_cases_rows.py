@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -85,10 +86,15 @@ def sampling(form: Form, n: Sizes) -> Call:
     if "top_k" in n:
         fields = {"top_k": np.full(rows, n["top_k"], np.int32), "top_p": np.full(rows, 0.95, np.float32)}
     batch = _batch(rows, **fields)
+
+    def launch() -> tuple[torch.Tensor, torch.Tensor]:
+        packed = sample_triton.launch_sample(logits, batch)
+        return packed[:, 0], packed[:, 1].contiguous().view(torch.float32)
+
     moved = rows * sample_bytes(n, logits.itemsize)
     return Call(
         op=lambda: sample.sample(logits, batch),
-        launch=lambda: sample_triton.launch_sample(logits, batch),
+        launch=launch,
         reference=lambda: sample.sample_reference(logits, batch),
         tokens=rows,
         least=logits.nbytes,
@@ -106,42 +112,71 @@ def sample_bytes(n: Sizes, itemsize: int) -> int:
     return once + ("top_k" in n) * (n["vocab"] * itemsize + n["vocab"] // 8 + 16 * parts + 20_000)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drafts:
+    """How the drafts of a verify step are spread: three sequences of four have as many as may be or one less, the
+    fourth has none. A fifth of the drafts is meant to be refused, at every place and in most sequences."""
+
+    counts: np.ndarray
+    """Of each sequence."""
+    cu: torch.Tensor
+    """int32 [sequences + 1]."""
+    rows: torch.Tensor
+    """int64 [drafts]: the row of the target that judges each draft."""
+    refused: torch.Tensor
+    """bool [drafts]."""
+
+    @classmethod
+    def of(cls, form: Form, n: Sizes) -> Drafts:
+        sequence = np.arange(n["sequences"])
+        counts = np.where(sequence % 4 == 1, 0, n["drafts"] - (sequence % 4 == 2))
+        cu = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=cu[1:])
+        own = np.repeat(sequence, counts)
+        draft = np.arange(cu[-1])
+        arrays = (cu, draft + own, (own + draft - cu[own]) % 5 == 2)
+        return cls(counts, *(torch.from_numpy(array).to(form.device) for array in arrays))
+
+
 def verify_match(form: Form, n: Sizes) -> Call:
-    sequences, drafts = n["sequences"], n["drafts"]
-    sampled = torch.arange(sequences * (drafts + 1), device=form.device) % n["vocab"]
-    proposed = sampled.view(sequences, drafts + 1)[:, :drafts].reshape(-1).clone()
-    cu = torch.arange(sequences + 1, dtype=torch.int32, device=form.device) * drafts
-    per_sequence = 8 * (drafts + drafts + 1) + 8 * (drafts + 1) + 4 + 8
+    sequences, drafts = n["sequences"], Drafts.of(form, n)
+    total = int(drafts.counts.sum())
+    sampled = torch.arange(total + sequences, device=form.device) % n["vocab"]
+    proposed = sampled[drafts.rows] + drafts.refused
+    cu = drafts.cu
+    most = int(drafts.counts.max())
+    moved = 8 * (2 * total + sequences) + (8 * (most + 1) + 4 + 4) * sequences
     return Call(
-        op=lambda: _emitted(verify.verify_drafts(proposed, sampled, cu, max_drafts=drafts)),
-        launch=lambda: _emitted(verify.verify_drafts_triton(proposed, sampled, cu, max_drafts=drafts)),
+        op=lambda: _emitted(verify.verify_drafts(proposed, sampled, cu, max_drafts=most)),
+        launch=lambda: _emitted(verify.verify_drafts_triton(proposed, sampled, cu, max_drafts=most)),
         reference=lambda: _emitted(verify.verify_drafts_reference(proposed, sampled, cu)),
         tokens=sequences,
-        least=per_sequence * sequences - 4 * (sequences - 1),
-        memory=per_sequence * sequences - 4 * (sequences - 1),  # neighbours share an end of cu_drafts
-        issued=per_sequence * sequences,
+        least=moved + 4,
+        memory=moved + 4,
+        issued=moved + 4 * sequences,  # both ends of cu_drafts
     )
 
 
 def verify_reject(form: Form, n: Sizes) -> Call:
-    """Drafts from a distribution close to the target's, so that most are accepted."""
-    sequences, drafts, vocab = n["sequences"], n["drafts"], n["vocab"]
-    rows = sequences * (drafts + 1)
+    """Drafts from a distribution that is the target's with noise on its logits. The likeliest token of the target tends
+    to be accepted, the likeliest of the drafter, which owes it to the noise, to be refused."""
+    sequences, vocab, drafts = n["sequences"], n["vocab"], Drafts.of(form, n)
+    most, rows = int(drafts.counts.max()), int(drafts.counts.sum()) + sequences
     logits = form.randn(rows, vocab, scale=2.0)
-    near = logits.float().view(sequences, drafts + 1, vocab)[:, :drafts].reshape(-1, vocab) + 0.1
-    probs = torch.softmax(near / TEMPERATURE, -1)
-    proposed = probs.argmax(-1)
+    target = logits[drafts.rows].float()
+    probs = torch.softmax((target + form.randn(len(target), vocab, scale=1.0)) / TEMPERATURE, -1)
+    proposed = torch.where(drafts.refused, probs.argmax(-1), target.argmax(-1))
     batch = DraftBatch(
-        cu_drafts=torch.arange(sequences + 1, dtype=torch.int32, device=form.device) * drafts,
+        cu_drafts=drafts.cu,
         temperatures=torch.full((rows,), TEMPERATURE, device=form.device),
         seeds=torch.arange(sequences, dtype=torch.int64, device=form.device),
         positions=torch.arange(sequences, device=form.device),
-        max_drafts=drafts,
+        max_drafts=most,
     )
     args = (logits, proposed, probs, batch)
 
     def launch() -> verify.Verified:
-        own = (batch.cu_drafts, batch.temperatures, batch.seeds, batch.positions, drafts)
+        own = (batch.cu_drafts, batch.temperatures, batch.seeds, batch.positions, most)
         return verify_triton.verify_rejection_triton(logits, proposed, probs, *own)[0]
 
     # Every row for its sum; the row that decides once more for the race, with its draft's probabilities if it rejects.
@@ -160,8 +195,9 @@ def verify_reject(form: Form, n: Sizes) -> Call:
     )
 
 
-def _emitted(verified: verify.Verified) -> tuple[torch.Tensor, torch.Tensor]:
-    return verified.accepted, verified.tokens
+def _emitted(verified: verify.Verified) -> tuple[torch.Tensor, ...]:
+    logprobs = () if verified.logprobs is None else (verified.logprobs,)
+    return verified.accepted, verified.tokens, *logprobs
 
 
 def token_logprobs(form: Form, n: Sizes) -> Call:
@@ -288,7 +324,7 @@ CASES = [
         "rejection",
         verify_reject,
         full={"sequences": 64, "drafts": 4, "vocab": 151936},
-        cpu={"sequences": 8, "drafts": 4, "vocab": 49152},
+        cpu={"sequences": 16, "drafts": 4, "vocab": 49152},
         small={"sequences": 2, "drafts": 2, "vocab": 9000},
     ),
     Case(

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longtail.bench.kernel_case_list import CASES
+from longtail.bench.kernel_case_list import CASES, check_names
 from longtail.bench.kernel_cases import DTYPES, Case, Form, Sizes
 from longtail.bench.offline_compile import TARGETS, Compiled, compile_launches
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-FEW = {"tokens": 16, "rows": 16, "batch": 16, "blocks": 16, "sequences": 16, "queries": 1024, "context": 1024}
-"""Sizes that no kernel is specialised for, but for being multiples of 16."""
+FEW = {"tokens": 16, "rows": 16, "blocks": 16, "sequences": 16, "queries": 1024, "context": 1024}
+"""Sizes that no kernel is specialised for, but for being multiples of 16. The batch decides if attention splits."""
 
 
 def compile_sizes(case: Case) -> Sizes:
@@ -28,30 +28,44 @@ def compile_sizes(case: Case) -> Sizes:
 
 
 def run(
-    targets: Iterable[str], dtype: str, ops: Iterable[str] = (), progress: Callable[[str], None] = lambda text: None
+    targets: Iterable[str],
+    dtypes: Iterable[str],
+    ops: Iterable[str] = (),
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """One row for each kernel, case and target."""
-    chosen = tuple(ops)
-    if wrong := [name for name in targets if name not in TARGETS]:
+    """One row for each kernel, case, dtype and target; no ops: all. A case that takes one dtype alone is compiled in
+    that one. ValueError for names that are unknown, and where none is given."""
+    chosen, kinds, machines = tuple(ops), tuple(dtypes), tuple(targets)
+    check_names(chosen, kinds)
+    if wrong := [name for name in machines if name not in TARGETS]:
         raise ValueError(f"targets: {', '.join(wrong)} unknown; there are {', '.join(TARGETS)}")
+    for name, given, known in (("targets", machines, TARGETS), ("dtypes", kinds, DTYPES)):
+        if not given:
+            raise ValueError(f"{name}: name at least one of {', '.join(known)}")
     for case in CASES:
         if chosen and case.op not in chosen:
             continue
-        own = dtype if dtype in case.dtypes else case.dtypes[0]
-        traffic = case.traffic(DTYPES[own])
-        call = case.make(Form(torch.device("cpu"), "triton", DTYPES[own], empty=True), compile_sizes(case))
-        for target in targets:
-            progress(f"{case.name} {target}")
-            for launch in {c.kernel: c for c in compile_launches(call.launch, TARGETS[target])}.values():
-                yield {
-                    "op": case.op,
-                    "case": case.what,
-                    "dtype": own,
-                    **_facts(launch),
-                    "bytes_per_token": traffic.memory / traffic.tokens,
-                    "issued_bytes_per_token": traffic.issued / traffic.tokens,
-                    "least_bytes_per_token": traffic.least / traffic.tokens,
-                }
+        for dtype in dict.fromkeys(kind if kind in case.dtypes else case.dtypes[0] for kind in kinds):
+            yield from _compile(case, dtype, machines, progress)
+
+
+def _compile(
+    case: Case, dtype: str, targets: tuple[str, ...], progress: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    traffic = case.traffic(DTYPES[dtype])
+    call = case.make(Form(torch.device("cpu"), "triton", DTYPES[dtype], empty=True), compile_sizes(case))
+    for target in targets:
+        progress(f"{case.name} {dtype} {target}")
+        for launch in {c.kernel: c for c in compile_launches(call.launch, TARGETS[target])}.values():
+            yield {
+                "op": case.op,
+                "case": case.what,
+                "dtype": dtype,
+                **_facts(launch),
+                "bytes_per_token": traffic.memory / traffic.tokens,
+                "issued_bytes_per_token": traffic.issued / traffic.tokens,
+                "least_bytes_per_token": traffic.least / traffic.tokens,
+            }
 
 
 def _facts(launch: Compiled) -> dict[str, Any]:
@@ -71,12 +85,13 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for header in ("bytes per token", "of least", "issued", "128-bit loads", "tensor core", "spills", *targets):
         out.add_column(header, justify="right")
     last = None
-    lines: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    lines: dict[tuple[str, str, str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        lines.setdefault((row["op"], row["case"], row["kernel"]), {})[row["target"]] = row
-    for (op, case, kernel), by_target in lines.items():
+        lines.setdefault((row["op"], row["case"], row["dtype"], row["kernel"]), {})[row["target"]] = row
+    several = len({row["dtype"] for row in rows}) > 1
+    for (op, case, dtype, kernel), by_target in lines.items():
         row = next(iter(by_target.values()))
-        name = f"{op} {case}".strip()
+        name = " ".join(part for part in (op, case, dtype if several else "") if part)
         if name != last:
             out.add_section()
             ratio = row["bytes_per_token"] / row["least_bytes_per_token"]

@@ -42,6 +42,18 @@ def test_byte_counts_are_in_order(case: Case) -> None:
         assert call.tokens > 0
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.op == "verify_drafts"], ids=lambda case: case.name)
+def test_drafts_are_accepted_and_refused(case: Case) -> None:
+    """At the size of tests/gpu too: whole sequences accepted, refused at once, refused midway, and without drafts."""
+    counts = kernel_cases_rows.Drafts.of(CPU, case.cpu).counts
+    accepted = case.make(CPU, case.cpu).reference()[0].numpy()
+    empty = counts == 0
+    assert empty.any() and len(set(counts)) == 3
+    assert ((accepted == counts) & ~empty).any()
+    assert ((accepted == 0) & ~empty).any()
+    assert ((accepted > 0) & (accepted < counts)).any()
+
+
 def test_a_row_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_bench, "READ_BYTES", 1 << 20)
     case = next(case for case in kernel_cases_rows.CASES if case.op == "rms_norm")
@@ -87,6 +99,7 @@ def test_the_table_says_where_it_ran() -> None:
     [
         (["--ops", "attention"], "ops: attention unknown; there are batch_invariant_linear, copy_blocks"),
         (["--dtypes", "fp8"], "dtypes: fp8 unknown; there are float32"),
+        (["--ops", " , "], "ops: no name in ' , '"),
         (["--dtypes", "bfloat16", "--ops", "rms_norm"], "nothing to measure"),
     ],
 )
@@ -94,6 +107,17 @@ def test_bad_input_is_named(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["bench", "kernels", *arguments])
     assert result.exit_code != 0
     assert message in str(result.exception)
+
+
+def test_help_says_the_defaults() -> None:
+    text = " ".join(CliRunner().invoke(app, ["bench", "kernels", "--help"], env={"COLUMNS": "200"}).output.split())
+    assert text.count("default: (all)") == 2 and "default: (bfloat16" in text
+
+
+def test_no_two_tensors_of_a_case_are_the_same() -> None:
+    """At the full size x and the weight of a linear layer have one shape."""
+    assert not torch.equal(CPU.randn(64, 64), CPU.randn(64, 64, scale=0.125) * 8)
+    assert torch.equal(CPU.randn(64, 64), CPU.randn(64, 64))
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

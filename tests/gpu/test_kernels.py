@@ -1,11 +1,9 @@
-"""The Triton kernels on a GPU: against the references at the sizes of a real model, and that a row's bits are its own.
+"""The Triton kernels on a GPU, at the sizes of a real model: every case of the bench against its reference.
 
-Skipped, with a count, where there is no CUDA device. `pytest tests/gpu`
+Where there is no CUDA device the tests of one are skipped, with a count. `pytest tests/gpu`
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,78 +11,67 @@ import torch
 
 from longtail.bench.kernel_case_list import CASES
 from longtail.bench.kernel_cases import DTYPES, Case, Form
-from longtail.kernels.attention import AttentionBatch, paged_attention
-from longtail.kernels.kv import empty_kv
-from longtail.kernels.linear import batch_invariant_linear
-from longtail.kernels.norm import rms_norm
-from longtail.kernels.sample import SampleBatch, sample
+from longtail.kernels.process_logits import LogitEdits, row_edits
+from longtail.kernels.sample import SampleBatch, sample, sample_reference
 
-pytestmark = pytest.mark.gpu
-
-TOLERANCES: dict[str, Any] = {  # sums of thousands of terms in another order, and the output's rounding
-    "float32": {"rtol": 1e-4, "atol": 1e-4},
-    "float16": {"rtol": 5e-3, "atol": 5e-3},
-    "bfloat16": {"rtol": 3e-2, "atol": 3e-2},
-}
-
-
-def tensors(result: Any) -> list[torch.Tensor]:
-    items = result if isinstance(result, tuple) else (result,)
-    return [torch.as_tensor(np.asarray(x)) if isinstance(x, np.ndarray) else x for x in items]
+from .compare import assert_as_reference, assert_logprobs_close, assert_same_tokens, tensors
+from .paged import randn
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [pytest.param(case, dtype, id=f"{case.name} {dtype}") for case in CASES for dtype in case.dtypes],
 )
-def test_op_equals_its_reference(case: Case, dtype: str) -> None:
-    call = case.make(Form(torch.device("cuda"), "triton", DTYPES[dtype]), case.cpu)
+def test_op_equals_its_reference(case: Case, dtype: str, device: torch.device) -> None:
+    call = case.make(Form(device, "triton", DTYPES[dtype]), case.cpu if device.type == "cuda" else case.small)
     expected = tensors(call.reference())  # first: in-place ops work on a copy there
-    for got, wanted in zip(tensors(call.op()), expected, strict=True):
-        torch.testing.assert_close(got, wanted.to(got.dtype), **TOLERANCES[dtype], equal_nan=True)
+    assert_as_reference(case.op, case.what, tensors(call.op()), expected)
+    if case.op == "verify_drafts" and device.type == "cuda":
+        accepted = expected[0]
+        assert (accepted == 0).any() and (accepted > 0).any()  # so that both ways are tested
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_rows_keep_their_bits(dtype: str) -> None:
-    """Verified in a batch of 4 sequences with 5 rows each, and row by row as decode computes them."""
-    lens, heads, kv_heads, dim, block = [700, 33, 5, 2050], 8, 2, 128, 16
-    kv = torch.randn_like(empty_kv(256, 1, kv_heads, block, dim, layout="hnd", device="cuda"))
-    kv = kv.to(DTYPES[dtype])
-    tables, free = [], 0
-    for n in lens:
-        tables.append(list(range(free, free + -(-n // block))))
-        free += len(tables[-1])
-    q = torch.randn(20, heads, dim, device="cuda").to(DTYPES[dtype])
-    together = AttentionBatch.build([5] * 4, lens, tables, heads // kv_heads)
-    expected = paged_attention(q, kv, 0, together, block, dim**-0.5)
-    for i, n in enumerate(lens):
-        for j in range(5):
-            alone = AttentionBatch.build([1], [n - 4 + j], [tables[i]], heads // kv_heads)
-            row = paged_attention(q[5 * i + j][None], kv, 0, alone, block, dim**-0.5)
-            assert torch.equal(row[0], expected[5 * i + j]), (i, j)
+def batch_of(rows: int, **fields: object) -> SampleBatch:
+    temperatures = np.where(np.arange(rows) % 10 == 9, 0, 0.7).astype(np.float32)
+    return SampleBatch(temperatures, np.arange(rows, dtype=np.uint64), np.arange(rows, dtype=np.int64), **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_and_norm_rows_keep_their_bits(dtype: str) -> None:
-    x = torch.randn(300, 1000, device="cuda").to(DTYPES[dtype])
-    weight = torch.randn(700, 1000, device="cuda").to(DTYPES[dtype])
-    scale = torch.randn(1000, device="cuda").to(DTYPES[dtype])
-    product, normed = batch_invariant_linear(x, weight), rms_norm(x, scale, 1e-6)
-    for rows in (slice(0, 1), slice(7, 10), slice(100, 229), slice(299, 300)):
-        assert torch.equal(batch_invariant_linear(x[rows], weight), product[rows])
-        assert torch.equal(rms_norm(x[rows], scale, 1e-6), normed[rows])
-
-
-def test_sampled_tokens_are_those_of_the_cpu() -> None:
-    """The same noise on both: of 2,000 draws none may differ, but where two scores are within rounding (expected: less
-    than one in 10,000)."""
-    rows = 2000
-    logits = 2 * torch.randn(rows, 5000, generator=torch.Generator().manual_seed(0))
-    batch = SampleBatch(
-        np.full(rows, 0.7, np.float32), np.arange(rows, dtype=np.uint64), np.arange(rows, dtype=np.int64)
+def edits_of(rows: int, vocab: int) -> LogitEdits:
+    """Every third row as it is; the others with all penalties and bans."""
+    return LogitEdits.stack(
+        [
+            row_edits()
+            if i % 3 == 0
+            else row_edits(
+                prompt_ids=np.arange(i, i + 200) % vocab,
+                output_ids=np.arange(i, i + 300, 3) % vocab,
+                presence_penalty=0.5,
+                frequency_penalty=0.25,
+                repetition_penalty=1.3,
+                banned=np.arange(vocab - 50 - i % 7, vocab),
+            )
+            for i in range(rows)
+        ]
     )
-    on_cpu, logprobs = sample(logits, batch)
-    on_gpu, gpu_logprobs = sample(logits.cuda(), batch)
-    same = on_cpu == on_gpu
-    assert same.sum() >= rows - 3
-    np.testing.assert_allclose(gpu_logprobs[same], logprobs[same], atol=1e-4)
+
+
+@pytest.mark.parametrize("what", ["plain", "top-k", "top-p", "min-p", "edits", "all"])
+def test_sampled_tokens_are_those_of_the_cpu(what: str, device: torch.device) -> None:
+    """The same noise on both: of 2,000 draws none may differ, but where two scores are within rounding (expected: less
+    than one in 10,000) or a token is at the edge of a filter."""
+    rows, vocab = (2000, 5000) if device.type == "cuda" else (40, 3000)
+    chosen = {
+        "top_k": np.full(rows, 50, np.int32),
+        "top_p": np.full(rows, 0.9, np.float32),
+        "min_p": np.full(rows, 0.05, np.float32),
+        "edits": edits_of(rows, vocab),
+    }
+    fields = {name: value for name, value in chosen.items() if what in ("all", name.replace("_", "-"))}
+    batch, logits = batch_of(rows, **fields), 2 * randn(rows, vocab)
+    wanted, logprobs = (torch.from_numpy(x) for x in sample_reference(logits.clone(), batch))
+    got, got_logprobs = (torch.from_numpy(x) for x in sample(logits.to(device), batch))
+    same = assert_same_tokens(got, wanted, near_ties=3)
+    assert_logprobs_close(got_logprobs[same], logprobs[same])
+    if "edits" in fields:
+        plain, _ = sample_reference(logits.clone(), batch_of(rows, **{k: v for k, v in fields.items() if k != "edits"}))
+        assert (torch.from_numpy(plain) != wanted).any()  # they matter
