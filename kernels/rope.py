@@ -120,7 +120,15 @@ def _head_dim(
             raise ValueError(f"rope_store_kv: {name} {tuple(weight.shape)} must be [{dim}]")
     check_layer("rope_store_kv", layer, kv)
     check_devices(
-        "rope_store_kv", kv=kv, qkv=qkv, cos=cos, sin=sin, positions=positions, slots=slots, q_weight=q_weight
+        "rope_store_kv",
+        kv=kv,
+        qkv=qkv,
+        cos=cos,
+        sin=sin,
+        positions=positions,
+        slots=slots,
+        q_weight=q_weight,
+        k_weight=k_weight,
     )
     return dim
 
