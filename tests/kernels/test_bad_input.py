@@ -43,7 +43,7 @@ def test_caches_of_unknown_dtypes_are_refused(dtype: torch.dtype) -> None:
     batch = AttentionBatch.build([1], [5], [[0]], 1)
     for backend in (None, "triton", "reference"):
         with pytest.raises(ValueError, match=f"paged_attention: .*{says}"):
-            paged_attention(k, kv, 0, batch, 16, 1.0, backend=backend)  # type: ignore[arg-type]
+            paged_attention(k, kv, 0, batch, 16, 1.0, backend=backend)
 
 
 # ---- store_kv

@@ -49,5 +49,5 @@ def test_the_digest_follows_each_file(changed: str, tmp_path: Path) -> None:
 
 
 def test_the_digest_is_in_the_names_of_the_cache() -> None:
-    cache = _rms_norm._cache._impl.filename_base
+    cache = _rms_norm._cache._impl.filename_base  # type: ignore[attr-defined]
     assert cache.startswith(f"norm._rms_norm.{_numba.digest_of(KERNELS)}-")
