@@ -7,7 +7,9 @@ whichever thread ran it. That is the whole basis of exact numerics in the ops th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -19,11 +21,28 @@ LANES = 16
 """Partial sums of a reduction: 16 interleaved accumulators, added pairwise at the end. Fixed, so that bits are."""
 
 
+HELPERS = ("_numba.py", "philox.py", "sample.py")
+"""Files whose functions are compiled into the kernels of other files."""
+
+
+def digest_of(folder: Path) -> str:
+    """Of what stands in the HELPERS of a folder."""
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in HELPERS)).hexdigest()[:12]
+
+
+_DIGEST = digest_of(Path(__file__).parent)
+
+
 def jit(parallel: bool = False) -> Callable[[F], F]:
-    """Compiled on first call and cached on disk. Numba's cache does not see changes in *other* files: after editing
-    this one, touch the kernels that use it."""
+    """Compiled on first call and cached on disk. Numba's cache sees changes in a kernel's own file only, and names its
+    files after the kernel: so the kernel's name takes in the contents of HELPERS."""
     options: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
-    decorator: Callable[[F], F] = numba.njit(parallel=parallel, **options)
+    compiled: Callable[[F], F] = numba.njit(parallel=parallel, **options)
+
+    def decorator(function: F) -> F:
+        function.__qualname__ += f".{_DIGEST}"
+        return compiled(function)
+
     return decorator
 
 

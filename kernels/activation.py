@@ -17,20 +17,30 @@ COLUMNS = 2048
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up: [..., 2 I] (gate first) -> silu(gate) * up: [..., I]."""
+    _size(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [..., 2 I] -> [..., I]. On a GPU the Triton kernel; on the CPU float32 rows [T, 2 I] take the invariant
-    kernel, anything else the reference."""
+    """gate_up: [..., 2 I] -> [..., I]. On a GPU the Triton kernel; on the CPU float32 takes the invariant kernel,
+    anything else the reference. ValueError: an odd width."""
     if gate_up.is_cuda:
         return silu_mul_triton(gate_up)
     if gate_up.device.type != "cpu" or gate_up.dtype != torch.float32:
         return silu_mul_reference(gate_up)
-    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _silu_mul(gate_up.contiguous().numpy(), out.numpy())
-    return out
+    size = _size(gate_up)
+    rows = gate_up if gate_up.dim() == 2 else gate_up.reshape(-1, 2 * size)
+    out = torch.empty(rows.shape[0], size)
+    _silu_mul(rows.contiguous().numpy(), out.numpy())
+    return out if gate_up.dim() == 2 else out.view(*gate_up.shape[:-1], size)
+
+
+def _size(gate_up: torch.Tensor) -> int:
+    width = gate_up.shape[-1]
+    if width % 2:
+        raise ValueError(f"silu_mul: gate and up have different sizes in {tuple(gate_up.shape)}: pass [..., 2 I]")
+    return width // 2
 
 
 @jit()
@@ -47,9 +57,7 @@ def _silu_mul(gate_up: Any, out: Any) -> None:
 
 def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     """See `silu_mul`."""
-    size = gate_up.shape[-1] // 2
-    if gate_up.shape[-1] != 2 * size:
-        raise ValueError(f"silu_mul: gate and up have different sizes in {tuple(gate_up.shape)}")
+    size = _size(gate_up)
     rows = gate_up.reshape(-1, 2 * size)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty(rows.shape[0], size, dtype=gate_up.dtype, device=gate_up.device)

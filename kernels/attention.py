@@ -53,6 +53,7 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """See `paged_attention`; any device and dtype and either layout, computed in float32."""
     check_shapes(q, kv, block_size, variant, scales)
+    batch.check("paged_attention", q.shape[0], q.shape[1] // kv.shape[3], kv, layer, block_size, variant.window)
     heads, dim, kv_heads = q.shape[1], q.shape[2], kv.shape[3]
     low = batch.first_seen(variant.window)
     out = torch.zeros_like(q)
@@ -104,6 +105,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """q: [T, heads, head_dim]; kv, scales: see kernels/kv.py -> [T, heads, head_dim]; padding rows come back as zeros.
 
+    ValueError: a batch, layer or cache that does not fit the queries; contexts that the block tables do not hold (on a
+    GPU: for which the tables are too narrow).
+
     backend None: Triton where the cache is on a GPU, the CPU kernel where it can, else the reference. A backend that is
     named computes, or says in a ValueError (or an ImportError) why it cannot.
     """
@@ -116,6 +120,8 @@ def paged_attention(
             raise ValueError("paged_attention: backend 'cpu' takes no scales, take 'reference' for a quantised cache")
         return paged_attention_cpu(q, kv, layer, batch, block_size, scale, variant)
     if backend == "triton":
+        check_shapes(q, kv, block_size, variant, scales)
+        batch.check("paged_attention", q.shape[0], q.shape[1] // kv.shape[3], kv, layer, block_size, variant.window)
         return paged_attention_triton(q, kv, layer, batch, block_size, scale, variant, scales)
     if backend == "reference":
         return paged_attention_reference(q, kv, layer, batch, block_size, scale, variant, scales)

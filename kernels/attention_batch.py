@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from longtail.kernels._checks import check_devices, check_layer
 from longtail.kernels.kv_quant import check_scales
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class AttentionBatch:
     """KV positions read, over all rows."""
     tiles: np.ndarray
     """int32 [tiles, 1 + ROWS]: sequence, then the row of each tile lane, as token * group + head in group."""
+    group: int
+    """Query heads of a KV head."""
     tree_masks: torch.Tensor | None = None
     """int64 [T], or None without trees: which of the tree's rows each row sees, 0 for the rows of no tree."""
     tree_bases: torch.Tensor | None = None
@@ -81,6 +84,8 @@ class AttentionBatch:
     flash_plan: FlashPlan | None = None
     """Of flash-attn; made by the first layer."""
     _windows: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    _checked: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)
+    """Block sizes, numbers of blocks and windows with which the tables were found to hold what the rows read."""
 
     @classmethod
     def build(
@@ -92,7 +97,17 @@ class AttentionBatch:
         tree_masks: Sequence[Sequence[int] | None] | None = None,
     ) -> AttentionBatch:
         """query_lens: rows per sequence; context_lens: KV length of each sequence including these rows;
-        group: query heads per KV head; tree_masks: per sequence None, or a mask for each of its rows."""
+        group: query heads per KV head; tree_masks: per sequence None, or a mask for each of its rows. ValueError: a
+        sequence with more rows than KV, lists of different lengths, masks that are no tree's."""
+        if not len(query_lens) == len(context_lens) == len(block_tables):
+            lens = f"{len(query_lens)} query_lens, {len(context_lens)} context_lens, {len(block_tables)} block_tables"
+            raise ValueError(f"attention: {lens}: give one of each for a sequence")
+        for i, (q, n) in enumerate(zip(query_lens, context_lens, strict=True)):
+            if not 0 <= q <= n:
+                raise ValueError(
+                    f"attention: sequence {i} has query_len {q} and context_len {n}, which includes the query's rows: "
+                    "pass 0 <= query_len <= context_len"
+                )
         cu = np.zeros(len(query_lens) + 1, np.int32)
         np.cumsum(query_lens, out=cu[1:])
         per_row = np.empty(int(cu[-1]), np.int32)
@@ -117,9 +132,48 @@ class AttentionBatch:
             torch.from_numpy(tables),
             int(per_row.sum()),
             _build_tiles(cu, np.asarray(context_lens, np.int32), group),
+            group,
             None if masks is None else torch.from_numpy(masks),
             None if bases is None else torch.from_numpy(bases),
         )
+
+    def check(
+        self, op: str, rows: int, group: int, cache: torch.Tensor, layer: int, block_size: int, window: int = 0
+    ) -> None:
+        """ValueError where the batch does not fit queries [rows, ...] or the cache [num_blocks, layers, ...]. The
+        tables are looked at once, by the first layer; on a GPU only their width is."""
+        check_layer(op, layer, cache)
+        if rows < len(self.context_lens):
+            raise ValueError(f"{op}: q has {rows} rows, the batch {len(self.context_lens)}: pass a query for each")
+        if group != self.group:
+            raise ValueError(
+                f"{op}: q has {group} heads for each KV head, the batch was built with group = {self.group}: "
+                "build it with heads // kv_heads"
+            )
+        key = (block_size, cache.shape[0], window)
+        if key not in self._checked:
+            self._check_tables(op, block_size, cache, window)
+            self._checked.add(key)
+
+    def _check_tables(self, op: str, block_size: int, cache: torch.Tensor, window: int) -> None:
+        cu = self.cu_seqlens.cpu().numpy()
+        live = np.flatnonzero(np.diff(cu))
+        if not len(live):
+            return
+        needed = -(-np.maximum.reduceat(self.context_lens.cpu().numpy(), cu[live]) // block_size)
+        width = self.block_tables.shape[1]
+        wrong = needed > width
+        if not cache.is_cuda:
+            first = np.minimum.reduceat(self.first_seen(window), cu[live]) // block_size
+            column, tables = np.arange(width), self.block_tables.cpu().numpy()[live]
+            read = (column >= first[:, None]) & (column < needed[:, None])
+            wrong |= (read & ((tables < 0) | (tables >= cache.shape[0]))).any(1)
+        if wrong.any():
+            i = int(np.flatnonzero(wrong)[0])
+            raise ValueError(
+                f"{op}: block_tables of sequence {live[i]}: {needed[i]} blocks of {block_size} hold what its rows see, "
+                f"and not all of them are there (0 .. {cache.shape[0] - 1}, -1 is none): allocate them first"
+            )
 
     def first_seen(self, window: int) -> np.ndarray:
         """-> int32 [T], the first position in each row's window (0: no window). The window of a tree's row ends at its
@@ -183,4 +237,5 @@ def check_shapes(
     if (sinks := variant.sinks) is not None and (sinks.shape != (heads,) or sinks.device != kv.device):
         wanted = f"[{heads}], one for each head, on {kv.device}"
         raise ValueError(f"paged_attention: sinks must be {wanted}, not {tuple(sinks.shape)} on {sinks.device}")
+    check_devices("paged_attention", kv=kv, q=q)
     check_scales("paged_attention", kv, scales, block_size)

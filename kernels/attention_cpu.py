@@ -59,6 +59,7 @@ def attend(
 ) -> torch.Tensor:
     """`paged_attention_cpu` of what `fits_cpu`."""
     check_shapes(q, kv, block_size, variant, None)
+    batch.check("paged_attention", q.shape[0], q.shape[1] // kv.shape[3], kv, layer, block_size, variant.window)
     rows = len(batch.context_lens)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if rows < q.shape[0]:

@@ -14,6 +14,9 @@ import torch
 
 from longtail.kernels.attention_batch import PLAIN, AttentionBatch, AttentionVariant, check_shapes
 
+FUNCTIONS = ("flash_attn_with_kvcache", "flash_attn_varlen_func")
+"""What is called of the package."""
+
 PAGE = 256
 """flash-attn 2 takes block sizes that are multiples of this."""
 
@@ -61,6 +64,10 @@ def _flash_attn() -> Any:
         import flash_attn
     except ImportError as error:
         raise ImportError("backend 'flash-attn' needs the package: pip install 'longtail[gpu]'") from error
+    if missing := [name for name in FUNCTIONS if not callable(getattr(flash_attn, name, None))]:
+        raise ImportError(
+            f"backend 'flash-attn': the installed flash_attn has no {missing[0]}: pip install 'longtail[gpu]'"
+        )
     if not torch.cuda.is_available():
         raise ImportError("backend 'flash-attn' needs a CUDA GPU; with one, pip install 'longtail[gpu]'")
     return flash_attn
@@ -90,6 +97,7 @@ def paged_attention_flash(
     if found := [what for what, is_so in unsupported.items() if is_so]:
         raise ValueError(f"paged_attention: flash-attn does not take {found[0]}; use backend 'triton' or 'reference'")
     check_shapes(q, kv, block_size, variant, scales)
+    batch.check("paged_attention", q.shape[0], q.shape[1] // kv.shape[3], kv, layer, block_size, variant.window)
     flash_attn = _flash_attn()
     if batch.flash_plan is None or batch.flash_plan.block_tables.device != kv.device:
         batch.flash_plan = FlashPlan.build(batch, kv.device)

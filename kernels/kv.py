@@ -21,14 +21,23 @@ only move elements (a cast to the cache's dtype is the one arithmetic), with sca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
+from longtail.kernels._checks import beyond_cache, check_devices, check_layer, check_slots
 from longtail.kernels._numba import jit
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, tl
-from longtail.kernels.kv_quant import as_bytes, check_scales, code_format, quantise_rows, quantise_rows_reference
+from longtail.kernels.kv_quant import (
+    as_bytes,
+    check_cache_dtype,
+    check_scales,
+    code_format,
+    quantise_rows,
+    quantise_rows_reference,
+)
 
 STORE_TOKENS = 16
 """Tokens of a store_kv program: enough for full-width accesses by a whole block of threads."""
@@ -48,9 +57,12 @@ def empty_kv(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """A zeroed cache in one of the layouts above (on the CPU, pages of zeros cost memory only when first written)."""
+    """A zeroed cache in one of the layouts above (on the CPU, pages of zeros cost memory only when first written).
+
+    dtype: float32, float16, bfloat16, or float8_e4m3fn and int8, which come with `empty_scales`."""
     if layout not in ("cpu", "hnd"):
         raise ValueError(f"empty_kv: layout must be 'cpu' or 'hnd', not {layout!r}")
+    check_cache_dtype("empty_kv", dtype)
     block = (block_size * head_dim,) if layout == "cpu" else (block_size, head_dim)
     return torch.zeros(num_blocks, layers, 2, kv_heads, *block, dtype=dtype, device=device)
 
@@ -74,6 +86,7 @@ def _check_store(
     k: torch.Tensor,
     v: torch.Tensor,
     kv: torch.Tensor,
+    layer: int,
     slots: torch.Tensor,
     block_size: int,
     scales: torch.Tensor | None,
@@ -83,6 +96,8 @@ def _check_store(
     if v.shape != k.shape or slots.shape != (tokens,) or kv.shape[2:] != (2, heads, *block):
         shapes = f"k {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}, kv {tuple(kv.shape)}"
         raise ValueError(f"store_kv: shapes do not fit each other for blocks of {block_size}: {shapes}")
+    check_layer("store_kv", layer, kv)
+    check_devices("store_kv", kv=kv, k=k, v=v, slots=slots)
     check_scales("store_kv", kv, scales, block_size)
 
 
@@ -96,7 +111,8 @@ def store_kv_reference(
     scales: torch.Tensor | None = None,
 ) -> None:
     """See `store_kv`; either layout, any device and dtype."""
-    _check_store(k, v, kv, slots, block_size, scales)
+    _check_store(k, v, kv, layer, slots, block_size, scales)
+    check_slots("store_kv", slots, kv.shape[0] * block_size)
     live = slots >= 0
     block, offset = slots[live].long() // block_size, slots[live].long() % block_size
     for i, (rows, cache) in enumerate(zip((k, v), as_tokens(as_bytes(kv), block_size), strict=True)):
@@ -117,20 +133,30 @@ def store_kv(
 ) -> None:
     """k, v: [T, kv_heads, head_dim]; slots: int64 [T]. Writes in place. No two tokens may share a slot.
 
-    On a GPU the cache must be 6-D. scales belong to a quantised cache and are written with it.
+    On a GPU the cache must be 6-D. scales belong to a quantised cache and are written with it. ValueError, with nothing
+    written: shapes that do not fit each other, a layer and (on the CPU) a slot that do not exist, a cache of a dtype
+    that `empty_kv` does not make.
     """
     if kv.is_cuda:
         store_kv_triton(k, v, kv, layer, slots, block_size, scales)
         return
-    if kv.device.type != "cpu" or kv.dtype != torch.float32 or kv.dim() != 5 or scales is not None:
+    floats = kv.dtype == k.dtype == v.dtype == torch.float32
+    if not floats or kv.device.type != "cpu" or kv.dim() != 5 or scales is not None:
         store_kv_reference(k, v, kv, layer, slots, block_size, scales)
         return
-    _store_kv(k.contiguous().numpy(), v.contiguous().numpy(), kv.numpy(), layer, slots.numpy(), block_size)
+    _check_store(k, v, kv, layer, slots, block_size, scales)
+    wrong = _store_kv(k.contiguous().numpy(), v.contiguous().numpy(), kv.numpy(), layer, slots.numpy(), block_size)
+    if wrong >= 0:
+        raise beyond_cache("store_kv", wrong, int(slots[wrong]), kv.shape[0] * block_size)
 
 
 @jit()
-def _store_kv(k: Any, v: Any, kv: Any, layer: Any, slots: Any, block_size: Any) -> None:
+def _store_kv(k: Any, v: Any, kv: Any, layer: Any, slots: Any, block_size: Any) -> Any:
+    """-> the first row whose slot lies beyond the cache, and nothing is written; -1: all is."""
     tokens, heads, dim = k.shape
+    for t in range(tokens):
+        if slots[t] >= kv.shape[0] * block_size:
+            return t
     for t in range(tokens):
         if slots[t] < 0:
             continue
@@ -140,6 +166,7 @@ def _store_kv(k: Any, v: Any, kv: Any, layer: Any, slots: Any, block_size: Any) 
             for d in range(dim):
                 kv[block, layer, 0, h, d * block_size + offset] = k[t, h, d]
                 kv[block, layer, 1, h, offset * dim + d] = v[t, h, d]
+    return -1
 
 
 def store_kv_triton(
@@ -157,7 +184,7 @@ def store_kv_triton(
             "store_kv: the Triton kernel takes a 6-D cache [num_blocks, layers, 2, kv_heads, block_size, head_dim], "
             f"got {tuple(kv.shape)}: make it with empty_kv(..., layout='hnd')"
         )
-    _check_store(k, v, kv, slots, block_size, scales)
+    _check_store(k, v, kv, layer, slots, block_size, scales)
     if not kv.is_contiguous():
         raise ValueError("store_kv: the cache must be contiguous, as empty_kv makes it")
     tokens, heads, dim = k.shape
@@ -238,6 +265,8 @@ def _store_kv_kernel(
 
 def copy_blocks_reference(kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
     """See `copy_blocks`."""
+    for rows in zip(*pairs, strict=True):
+        _check_blocks("copy_blocks", rows, kv)
     kv = as_bytes(kv)
     for source, destination in pairs:
         kv[destination].copy_(kv[source])
@@ -246,7 +275,8 @@ def copy_blocks_reference(kv: torch.Tensor, pairs: list[tuple[int, int]]) -> Non
 def copy_blocks(kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
     """Copies whole blocks, source to destination, in place and in order (copy-on-write).
 
-    kv: any contiguous tensor [num_blocks, ...]: a cache of either layout, or its scales.
+    kv: any contiguous tensor [num_blocks, ...]: a cache of either layout, or its scales. ValueError, with nothing
+    copied: a block that does not exist.
     """
     if kv.is_cuda:
         copy_blocks_triton(kv, pairs)
@@ -256,6 +286,8 @@ def copy_blocks(kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
 
 def copy_blocks_triton(kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
     """See `copy_blocks`. One launch, unless a pair touches what an earlier one wrote or overwrites what it read."""
+    for rows in zip(*pairs, strict=True):
+        _check_blocks("copy_blocks", rows, kv)
     for wave in _independent(pairs):
         _move(kv, [source for source, _ in wave], kv, [destination for _, destination in wave])
 
@@ -279,16 +311,19 @@ def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 def gather_blocks_reference(kv: torch.Tensor, blocks: list[int]) -> torch.Tensor:
     """See `gather_blocks`."""
+    _check_blocks("gather_blocks", blocks, kv)
     return as_bytes(kv)[torch.tensor(blocks, dtype=torch.long)].cpu().view(kv.dtype)
 
 
 def gather_blocks(kv: torch.Tensor, blocks: list[int]) -> torch.Tensor:
-    """kv: as for `copy_blocks` -> a contiguous host copy [len(blocks), ...]."""
+    """kv: as for `copy_blocks` -> a contiguous host copy [len(blocks), ...]. ValueError: a block that does not
+    exist."""
     return gather_blocks_triton(kv, blocks) if kv.is_cuda else gather_blocks_reference(kv, blocks)
 
 
 def gather_blocks_triton(kv: torch.Tensor, blocks: list[int]) -> torch.Tensor:
     """See `gather_blocks`: gathered on the device, then one transfer."""
+    _check_blocks("gather_blocks", blocks, kv)
     out = kv.new_empty(len(blocks), *kv.shape[1:])
     _move(kv, blocks, out, list(range(len(blocks))))
     return out.cpu()
@@ -296,11 +331,13 @@ def gather_blocks_triton(kv: torch.Tensor, blocks: list[int]) -> torch.Tensor:
 
 def scatter_blocks_reference(kv: torch.Tensor, blocks: list[int], data: torch.Tensor) -> None:
     """See `scatter_blocks`."""
-    as_bytes(kv)[torch.tensor(blocks, dtype=torch.long)] = as_bytes(data.to(kv.device, kv.dtype))
+    _check_scatter(kv, blocks, data)
+    as_bytes(kv)[torch.tensor(blocks, dtype=torch.long)] = as_bytes(data.to(kv.device))
 
 
 def scatter_blocks(kv: torch.Tensor, blocks: list[int], data: torch.Tensor) -> None:
-    """The inverse of `gather_blocks`, in place. No block may be listed twice."""
+    """The inverse of `gather_blocks`, in place. ValueError, with nothing written: a block that does not exist or is
+    listed twice, data of another dtype or shape."""
     if kv.is_cuda:
         scatter_blocks_triton(kv, blocks, data)
     else:
@@ -309,21 +346,30 @@ def scatter_blocks(kv: torch.Tensor, blocks: list[int], data: torch.Tensor) -> N
 
 def scatter_blocks_triton(kv: torch.Tensor, blocks: list[int], data: torch.Tensor) -> None:
     """See `scatter_blocks`: one transfer, then scattered on the device."""
-    if data.shape != (len(blocks), *kv.shape[1:]) or data.dtype != kv.dtype:
-        wanted = f"{len(blocks)} blocks of {kv.dtype} {tuple(kv.shape[1:])}"
-        raise ValueError(f"scatter_blocks: {wanted} wanted, got {data.dtype} {tuple(data.shape)}")
+    _check_scatter(kv, blocks, data)
     _move(data.to(kv.device).contiguous(), list(range(len(blocks))), kv, blocks)
 
 
+def _check_blocks(op: str, blocks: Sequence[int], kv: torch.Tensor) -> None:
+    if len(blocks) and not 0 <= min(blocks) <= max(blocks) < kv.shape[0]:
+        wrong = next(block for block in blocks if not 0 <= block < kv.shape[0])
+        raise ValueError(f"{op}: block {wrong} does not exist, there are {kv.shape[0]}")
+
+
+def _check_scatter(kv: torch.Tensor, blocks: list[int], data: torch.Tensor) -> None:
+    if data.shape != (len(blocks), *kv.shape[1:]) or data.dtype != kv.dtype:
+        wanted = f"{len(blocks)} blocks of {kv.dtype} {tuple(kv.shape[1:])}"
+        raise ValueError(f"scatter_blocks: {wanted} wanted, got {data.dtype} {tuple(data.shape)}")
+    _check_blocks("scatter_blocks", blocks, kv)
+    if len(set(blocks)) < len(blocks):
+        raise ValueError("scatter_blocks: a block is written twice: list each destination once")
+
+
 def _move(source: torch.Tensor, from_rows: list[int], destination: torch.Tensor, to_rows: list[int]) -> None:
-    """destination[to_rows[i]] = source[from_rows[i]], all at once. Both contiguous, of one dtype and row shape."""
+    """destination[to_rows[i]] = source[from_rows[i]], all at once. Both contiguous, of one dtype and row shape; the
+    rows exist, and none is written twice."""
     if not (source.is_contiguous() and destination.is_contiguous()):
         raise ValueError("blocks can only be moved in a contiguous cache, as empty_kv makes it")
-    for rows, tensor in ((from_rows, source), (to_rows, destination)):
-        if wrong := [row for row in rows if not 0 <= row < tensor.shape[0]]:
-            raise ValueError(f"block {wrong[0]} does not exist, there are {tensor.shape[0]}")
-    if len(set(to_rows)) < len(to_rows):
-        raise ValueError("a block is written twice: list each destination once")
     size = destination[:1].numel()
     if not to_rows or size == 0:
         return

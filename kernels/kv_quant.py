@@ -19,6 +19,17 @@ LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """The largest magnitude of a code."""
 
 
+NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
+"""What a cache without scales may hold."""
+
+
+def check_cache_dtype(name: str, dtype: torch.dtype) -> None:
+    """ValueError unless the kernels can read a cache of this dtype: other 8-bit formats would be taken for codes."""
+    if dtype not in NUMBERS and dtype not in LIMITS:
+        known = ", ".join(str(d).removeprefix("torch.") for d in (*NUMBERS, *LIMITS))
+        raise ValueError(f"{name}: the dtype of the cache (kv) is {dtype}, use one of {known}")
+
+
 def code_format(dtype: torch.dtype) -> str:
     """What the Triton kernels call the cache's elements: "e4m3", "int8", or "" for numbers without a scale."""
     return {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}.get(dtype, "")
@@ -30,7 +41,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_scales(name: str, kv: torch.Tensor, scales: torch.Tensor | None, block_size: int) -> None:
-    """Quantised caches come with scales, others without."""
+    """Quantised caches come with scales, others without; ValueError for dtypes that no cache has."""
+    check_cache_dtype(name, kv.dtype)
     if kv.dtype not in LIMITS:
         if scales is not None:
             raise ValueError(f"{name}: a cache of {kv.dtype} has no scales, leave them out")

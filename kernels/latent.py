@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numba import prange
 
+from longtail.kernels._checks import check_devices, check_layer, check_slots
 from longtail.kernels._numba import exp_nonpositive, jit
 from longtail.kernels.attention_batch import AttentionBatch
 from longtail.kernels.latent_triton import latent_attention_triton, store_latent_triton
@@ -64,7 +65,7 @@ def store_latent(
 ) -> None:
     """c: [T, rank]; k_rope: [T, rope_dim], rotated; slots: int64 [T], a slot is block * block_size + offset and -1 is a
     padding row. Writes in place, cast to the cache's dtype. No two tokens may share a slot. ValueError: shapes that do
-    not fit each other."""
+    not fit each other, a layer or (on the CPU) a slot that does not exist."""
     width = c.shape[1] + k_rope.shape[1]
     if c.shape[0] != k_rope.shape[0] or slots.shape != c.shape[:1] or latent.shape[2:] != (block_size, width):
         shapes = f"c {tuple(c.shape)}, k_rope {tuple(k_rope.shape)}, slots {tuple(slots.shape)}, "
@@ -72,6 +73,9 @@ def store_latent(
         raise ValueError(f"store_latent: shapes do not fit each other for blocks of {block_size}: {shapes}")
     if not latent.dtype.is_floating_point or latent.itemsize < 2:
         raise ValueError(f"store_latent: latent is {latent.dtype}, use float32, float16 or bfloat16")
+    check_layer("store_latent", layer, latent)
+    check_devices("store_latent", latent=latent, c=c, k_rope=k_rope, slots=slots)
+    check_slots("store_latent", slots, latent.shape[0] * block_size)
     if latent.is_cuda:
         store_latent_triton(c, k_rope, latent, layer, slots, block_size)
     else:
@@ -105,7 +109,7 @@ def latent_attention(
     q_latent: [T, heads, rank], absorbed; q_rope: [T, heads, rope_dim], rotated; latent: see the module; batch: built
     with group = heads, as all heads share one latent; scale: one over the root of nope_dim + rope_dim (times what a
     scaled RoPE asks for) -> [T, heads, rank] in q_latent's dtype, for `expand_values`. Padding rows come back as zeros.
-    ValueError: shapes that do not fit each other.
+    ValueError: shapes that do not fit each other; a batch, layer or cache that does not fit the queries.
     """
     (tokens, heads, rank), rope = q_latent.shape, q_rope.shape[2]
     if q_rope.shape[:2] != (tokens, heads) or latent.shape[2:] != (block_size, rank + rope):
@@ -113,6 +117,8 @@ def latent_attention(
         raise ValueError(f"latent_attention: shapes do not fit each other for blocks of {block_size}: {shapes}")
     if q_rope.dtype != q_latent.dtype:
         raise ValueError(f"latent_attention: q_rope is {q_rope.dtype}, q_latent {q_latent.dtype}: give them one dtype")
+    check_devices("latent_attention", latent=latent, q_latent=q_latent, q_rope=q_rope)
+    batch.check("latent_attention", tokens, heads, latent, layer, block_size)
     if batch.tree_masks is not None:
         raise ValueError("latent_attention: draft trees (tree_masks) are not supported: verify drafts as sequences")
     if batch.tree_masks is not None:

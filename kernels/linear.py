@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from longtail.kernels._checks import check_devices
 from longtail.kernels._triton import compiles_for_amd, on_device_of, tl
 from longtail.kernels._triton import jit as triton_jit
 
@@ -124,6 +125,7 @@ def _check_linear(
     if residual is not None and residual.shape != (x.shape[0], weight.shape[0]):
         wanted = (x.shape[0], weight.shape[0])
         raise ValueError(f"batch_invariant_linear: residual {tuple(residual.shape)} must be {wanted}")
+    check_devices("batch_invariant_linear", x=x, weight=weight, bias=bias, residual=residual)
 
 
 def batch_invariant_linear_reference(

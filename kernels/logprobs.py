@@ -20,6 +20,7 @@ import torch
 from numba import prange
 from torch.autograd.function import once_differentiable
 
+from longtail.kernels._checks import check_temperatures
 from longtail.kernels._numba import LANES, exp_nonpositive, inline, jit
 from longtail.kernels.logprobs_triton import token_logprobs_backward_triton, token_logprobs_forward_triton
 from longtail.kernels.sample import CHUNK, _mass, _top
@@ -58,8 +59,8 @@ def token_logprobs(
     """log softmax(logits / temperature)[token] per row; on the CPU bit-equal to what `sample` reports.
 
     logits: [T, V] float32, float16, bfloat16 (float64: the reference); tokens: int64 [T]; temperatures: float32 [T] or
-    one number, 0 counts as 1. -> float32 [T], and with `return_entropy` the entropies of the rows in nats, float32
-    [T]. Both are differentiable with respect to the logits, once; the gradient has the logits' dtype.
+    one number, at least 1e-6; 0 counts as 1. -> float32 [T], and with `return_entropy` the entropies of the rows in
+    nats, float32 [T]. Both are differentiable with respect to the logits, once; the gradient has the logits' dtype.
 
     -inf excludes a token: its gradient is 0, its own log-probability -inf (whose gradient is (onehot - p) /
     temperature like any other's, as log_softmax has it). A row with NaN or +inf, or without a token, gives NaN, in
@@ -69,7 +70,7 @@ def token_logprobs(
     and an earlier op that needs its output in its own backward pass (a matmul does not) will raise.
 
     Raises ValueError for shapes and, on the CPU, for tokens outside of the vocabulary and temperatures that are
-    negative or NaN. On a GPU, where that check would have to wait for the device, such a token gives NaN.
+    neither 0 nor at least 1e-6. On a GPU, where that check would have to wait for the device, such a token gives NaN.
     """
     _check(logits, tokens, temperatures)
     return _token_logprobs(logits, tokens, temperatures, backend_of(logits), return_entropy, inplace_backward)
@@ -122,10 +123,12 @@ def check_tokens(
         raise ValueError(f"token_logprobs: temperatures {tuple(temperatures.shape)}; pass a number or [{rows}]")
     if vocab == 0:
         raise ValueError("token_logprobs: logits of no token; V must be at least 1")
-    if temperatures.device.type == "cpu" and not bool((temperatures >= 0).all()):
-        raise ValueError("token_logprobs: temperatures must be 0 (greedy, counts as 1) or larger")
+    if temperatures.device.type == "cpu":
+        check_temperatures("token_logprobs", temperatures.detach().float().numpy())
     if tokens.device.type == "cpu" and rows and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
         raise ValueError(f"token_logprobs: tokens must lie in 0..{vocab - 1}; mask padding out before the call")
+    if tokens.device != device:
+        raise ValueError(f"token_logprobs: tokens are on {tokens.device}, logits on {device}: put them on one device")
     return temperatures.detach().to(device, torch.float32)
 
 

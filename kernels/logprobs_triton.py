@@ -23,9 +23,11 @@ def chunk_size(vocab: int) -> int:
 def token_logprobs_forward_triton(
     logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, want_entropy: bool
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """logits: [T, V] with contiguous rows -> log-probabilities, (top, log_total, entropy), all float32 [T]. The
+    """logits: [T, V] -> log-probabilities, (top, log_total, entropy), all float32 [T]. The
     entropy is unspecified unless wanted."""
     rows, vocab = logits.shape
+    if rows and (logits.stride(1) != 1 or logits.data_ptr() % 16):  # else bits could depend on the place in memory
+        logits = logits.clone(memory_format=torch.contiguous_format)
     results = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
         chunk = chunk_size(vocab)

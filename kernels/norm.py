@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from longtail.kernels._checks import check_devices
 from longtail.kernels._numba import LANES, jit
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, tl
@@ -17,21 +18,31 @@ MOST_COLUMNS = 32_768
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [..., H], weight: [H] -> [..., H] in x's dtype; statistics in float32."""
+    _check(x, weight)
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return weight * y.to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [..., H], weight: [H] -> [..., H]. On a GPU the Triton kernel; on the CPU float32 rows [T, H] take the
-    invariant kernel, anything else the reference."""
+    """x: [..., H], weight: [H] -> [..., H]. On a GPU the Triton kernel; on the CPU float32 takes the invariant kernel,
+    anything else the reference. ValueError: a weight that does not fit."""
     if x.is_cuda:
         return rms_norm_triton(x, weight, eps)
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32:
         return rms_norm_reference(x, weight, eps)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _rms_norm(x.contiguous().numpy(), weight.numpy(), np.float32(eps), out.numpy())
-    return out
+    _check(x, weight)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    _rms_norm(rows.contiguous().numpy(), weight.numpy(), np.float32(eps), out.numpy())
+    return out if x.dim() == 2 else out.view(x.shape)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if weight.dim() != 1 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm: weight {tuple(weight.shape)} must be {list(x.shape[-1:])}, the width of x")
+    if weight.device != x.device:
+        check_devices("rms_norm", x=x, weight=weight)
 
 
 @jit()
@@ -58,10 +69,12 @@ def _rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `rms_norm`. Reads x once. The order of the sum depends on H alone, so that a row's bits are its own."""
     columns = x.shape[-1]
-    if weight.shape != (columns,) or columns > MOST_COLUMNS:
-        raise ValueError(f"rms_norm: rows of {columns} (at most {MOST_COLUMNS}) with weights {tuple(weight.shape)}")
+    _check(x, weight)
+    if columns > MOST_COLUMNS:
+        raise ValueError(f"rms_norm: rows of {columns}, the Triton kernel takes at most {MOST_COLUMNS}")
     rows = x.reshape(-1, columns)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    if rows.stride(1) != 1 or rows.data_ptr() % 16:  # else a row's bits could depend on its place in memory
+        rows = rows.clone(memory_format=torch.contiguous_format)
     out = torch.empty(rows.shape, dtype=torch.result_type(x, weight), device=x.device)
     if out.numel():
         block = next_power_of_2(columns)

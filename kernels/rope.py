@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from longtail.kernels._checks import beyond_cache, check_devices, check_layer, check_slots
 from longtail.kernels._numba import LANES, jit
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, tl
@@ -46,9 +47,10 @@ def rope_store_kv(
     qkv: [T, (heads + 2 kv_heads) * head_dim]; cos, sin: float32 [max positions, rotary_dim / 2], rotary_dim <=
     head_dim; positions, slots: int64 [T], slot -1 is a padding row whose k and v are not written; q_weight, k_weight:
     [head_dim] or None, both or neither; kv: see kernels/kv.py, written in place, no two tokens may share a slot
-    -> q: [T, heads, head_dim] in the dtype of qkv. ValueError: shapes that do not fit each other.
+    -> q: [T, heads, head_dim] in the dtype of qkv. ValueError, with nothing written: shapes that do not fit each other,
+    a layer or (on the CPU) a position or slot that does not exist.
     """
-    dim = _head_dim(qkv, cos, sin, positions, q_weight, k_weight, kv, slots, block_size, heads, kv_heads)
+    dim = _head_dim(qkv, cos, sin, positions, q_weight, k_weight, kv, layer, slots, block_size, heads, kv_heads)
     if kv.is_cuda:
         return rope_store_kv_triton(
             qkv, cos, sin, positions, q_weight, k_weight, eps, kv, layer, slots, block_size, heads, kv_heads
@@ -60,7 +62,7 @@ def rope_store_kv(
         )
     q = torch.empty(qkv.shape[0], heads, dim)
     norm = q_weight is not None
-    _rope_store_kv(
+    wrong = _rope_store_kv(
         qkv.contiguous().numpy(),
         cos.numpy(),
         sin.numpy(),
@@ -76,6 +78,10 @@ def rope_store_kv(
         kv_heads,
         q.numpy(),
     )
+    if wrong >= 0:
+        if 0 <= int(positions[wrong]) < cos.shape[0]:
+            raise beyond_cache("rope_store_kv", wrong, int(slots[wrong]), kv.shape[0] * block_size)
+        raise _beyond_tables(wrong, positions, cos)
     return q
 
 
@@ -87,6 +93,7 @@ def _head_dim(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     kv: torch.Tensor,
+    layer: int,
     slots: torch.Tensor,
     block_size: int,
     heads: int,
@@ -111,7 +118,24 @@ def _head_dim(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None and weight.shape != (dim,):
             raise ValueError(f"rope_store_kv: {name} {tuple(weight.shape)} must be [{dim}]")
+    check_layer("rope_store_kv", layer, kv)
+    check_devices(
+        "rope_store_kv",
+        kv=kv,
+        qkv=qkv,
+        cos=cos,
+        sin=sin,
+        positions=positions,
+        slots=slots,
+        q_weight=q_weight,
+        k_weight=k_weight,
+    )
     return dim
+
+
+def _beyond_tables(row: int, positions: torch.Tensor, cos: torch.Tensor) -> ValueError:
+    have = f"the tables (cos, sin) have {cos.shape[0]}"
+    return ValueError(f"rope_store_kv: positions[{row}] is {int(positions[row])}, {have}: make them longer")
 
 
 def rope_store_kv_reference(
@@ -132,7 +156,12 @@ def rope_store_kv_reference(
     """See `rope_store_kv`; any device and dtype."""
     from longtail.kernels.norm import rms_norm_reference
 
-    dim = _head_dim(qkv, cos, sin, positions, q_weight, k_weight, kv, slots, block_size, heads, kv_heads)
+    dim = _head_dim(qkv, cos, sin, positions, q_weight, k_weight, kv, layer, slots, block_size, heads, kv_heads)
+    check_slots("rope_store_kv", slots, kv.shape[0] * block_size)
+    if positions.device.type == "cpu":
+        wrong = ((positions < 0) | (positions >= cos.shape[0])).nonzero()
+        if len(wrong):
+            raise _beyond_tables(int(wrong[0]), positions, cos)
     half = cos.shape[1]
     q, k, v = qkv.view(-1, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
     if q_weight is not None and k_weight is not None:
@@ -172,8 +201,13 @@ def _rope_store_kv(
     block_size: Any,
     kv_heads: Any,
     q_out: Any,
-) -> None:
+) -> Any:
+    """-> the first row whose position lies beyond the tables or whose slot beyond the cache, and nothing is written;
+    -1: all is."""
     tokens, heads, dim = q_out.shape
+    for t in range(tokens):
+        if positions[t] < 0 or positions[t] >= cos.shape[0] or slots[t] >= kv.shape[0] * block_size:
+            return t
     half = cos.shape[1]
     row = np.empty(dim, np.float32)
     lanes = np.empty(LANES, np.float32)
@@ -214,6 +248,7 @@ def _rope_store_kv(
                 base = (heads + kv_heads + h) * dim
                 for d in range(dim):
                     kv[block, layer, 1, h, offset * dim + d] = qkv[t, base + d]
+    return -1
 
 
 def rope_store_kv_triton(
@@ -233,7 +268,7 @@ def rope_store_kv_triton(
 ) -> torch.Tensor:
     """See `rope_store_kv`; float32, float16 and bfloat16, a cache [num_blocks, layers, 2, kv_heads, block_size,
     head_dim] of any of them. One launch that reads every element of qkv once; head_dim up to 256."""
-    dim = _head_dim(qkv, cos, sin, positions, q_weight, k_weight, kv, slots, block_size, heads, kv_heads)
+    dim = _head_dim(qkv, cos, sin, positions, q_weight, k_weight, kv, layer, slots, block_size, heads, kv_heads)
     if kv.dim() != 6 or not kv.is_contiguous():
         raise ValueError(
             f"rope_store_kv: kv {tuple(kv.shape)} must be contiguous [num_blocks, layers, 2, kv_heads, block_size, "
@@ -245,7 +280,8 @@ def rope_store_kv_triton(
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
-    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
+    if qkv.stride(1) != 1 or qkv.data_ptr() % 16:  # else a row's bits could depend on its place in memory
+        qkv = qkv.clone(memory_format=torch.contiguous_format)
     block_half = next_power_of_2(half)
     block_heads = min(next_power_of_2(all_heads), max(PROGRAM_ELEMENTS // (2 * block_half), 1))
     unused = cos  # in place of weights

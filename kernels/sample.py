@@ -94,7 +94,11 @@ def sample(
     rows, vocab = logits.shape
     batch.check(rows, vocab)
     processed = np.flatnonzero(batch.edited() | batch.filtered(vocab))
-    work = logits.clone() if len(processed) and not in_place else logits
+    if len(processed):
+        apart = logits.stride(1) == 1 and logits.stride(0) >= vocab  # rows of an expanded tensor share memory
+        work = logits if in_place and apart else logits.clone(memory_format=torch.contiguous_format)
+    else:
+        work = logits
     for i in processed.tolist():
         _process_row(work[i].numpy(), batch, i)
     tokens, logprobs, status = np.empty(rows, np.int64), np.empty(rows, np.float32), np.zeros(rows, np.int32)

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from longtail.kernels._checks import check_temperatures
 from longtail.kernels.process_logits import LogitEdits
 
 BROKEN, EMPTY = 1, 2
@@ -18,7 +19,7 @@ class SampleBatch:
     """Per row of logits; arrays of length B. A parameter that is None is off for every row."""
 
     temperatures: np.ndarray
-    """float32 (or float64, which the filters of the CPU path then divide by); 0 is greedy."""
+    """float32 (or float64, which the filters of the CPU path then divide by), at least 1e-6; 0 is greedy."""
     seeds: np.ndarray
     """uint64."""
     positions: np.ndarray
@@ -39,6 +40,7 @@ class SampleBatch:
             array = getattr(self, field)
             if array is not None and array.shape != (rows,):
                 raise ValueError(f"sample: {field} has shape {array.shape}, but the logits have {rows} rows")
+        check_temperatures("sample", self.temperatures)
         if self.top_p is not None and not (self.top_p > 0).all():
             raise ValueError("sample: top_p must be above 0 in every row; use temperature 0 for greedy decoding")
         if self.min_p is not None and not ((self.min_p >= 0) & (self.min_p <= 1)).all():

@@ -194,7 +194,7 @@ def _upload(
         arrays |= {
             "filter_rows": filter_rows,
             "top_k": np.where((top_k > 0) & (top_k < vocab), top_k, 0).astype(np.int32),
-            "top_p": top_p.astype(np.float32),
+            "top_p": np.maximum(top_p, np.finfo(np.float32).tiny).astype(np.float32),  # 0 would keep no token
             "log_min_p": log_min_p,
         }
     edited = batch.edited()

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from longtail.kernels._checks import check_devices
 from longtail.kernels._numba import jit
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels._triton import next_power_of_2, on_device_of, tl
@@ -139,6 +140,7 @@ def _check_match(
         raise ValueError(
             f"verify_drafts: logprobs {tuple(logprobs.shape)} {logprobs.dtype}; pass float32 [{len(sampled)}]"
         )
+    check_devices("verify_drafts", drafts=drafts, sampled=sampled, cu_drafts=cu_drafts, logprobs=logprobs)
     return check_drafts(drafts, cu_drafts, len(sampled), max_drafts)
 
 

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numba import prange
 
+from longtail.kernels._checks import check_devices, check_temperatures
 from longtail.kernels._numba import LANES, inline, jit
 from longtail.kernels.philox import CHUNK, QUARTER, philox_numba, uniform_noise, uniform_numba
 from longtail.kernels.sample import _mass, _top
@@ -51,7 +52,7 @@ class DraftBatch:
     cu_drafts: torch.Tensor
     """int32 [S + 1]; where the drafts of each sequence start."""
     temperatures: torch.Tensor
-    """float32 [D + S], one for each target row; 0 is greedy."""
+    """float32 [D + S], one for each target row, at least 1e-6; 0 is greedy."""
     seeds: torch.Tensor
     """uint64 [S] (or the same bits as int64)."""
     positions: torch.Tensor
@@ -74,7 +75,9 @@ def verify_rejection(
     Lossless if draft_probs are what the drafts were drawn from, with noise of stream 0 or noise from elsewhere.
     Rows after a sequence's first rejection are not looked at (CPU), or read once (GPU).
 
-    Raises ValueError naming the row if a row that decides holds NaN or +inf, excludes every token, or has a draft that
+    Raises ValueError naming the field if shapes, dtypes or devices do not fit and, on the CPU, for a temperature that
+    is neither 0 nor at least 1e-6; naming the row if a row that decides holds NaN or +inf (divided by its temperature:
+    float32 may overflow), excludes every token, or has a draft that
     is no token or whose probabilities are negative or NaN (where they were needed). With `faults`, such rows (of
     logits) are put there with the reason; their sequences emit the drafts accepted before, and no token after them.
     """
@@ -124,6 +127,18 @@ def _check(logits: torch.Tensor, drafts: torch.Tensor, draft_probs: torch.Tensor
             raise ValueError(
                 f"verify_rejection: {name} {tuple(tensor.shape)} {tensor.dtype}; pass {dtypes[0]} [{length}]"
             )
+    check_devices(
+        "verify_rejection",
+        logits=logits,
+        drafts=drafts,
+        draft_probs=draft_probs,
+        cu_drafts=batch.cu_drafts,
+        temperatures=batch.temperatures,
+        seeds=batch.seeds,
+        positions=batch.positions,
+    )
+    if batch.temperatures.device.type == "cpu":
+        check_temperatures("verify_rejection", batch.temperatures.numpy())
     return most
 
 
@@ -173,10 +188,10 @@ def _verify_reference(
 
 
 def _fault(z: np.ndarray, draft: int | None, q: np.ndarray | None) -> int:
-    if not (z < np.inf).all():
-        return 1
-    if not (z > -np.inf).any():
-        return 2
+    with np.errstate(over="ignore"):
+        most = np.float32(z.max())  # what overflows in float32 is broken for every path
+    if not -np.inf < most < np.inf:
+        return 2 if most == -np.inf else 1
     if draft is not None and not 0 <= draft < len(z):
         return 4
     return 3 if q is not None and not q[draft] >= 0 else 0
@@ -337,8 +352,8 @@ def _verify(
             draft = drafts[start + j] if j < count else np.int64(-1)
             q = np.float64(1.0)
             top = _top(x, scale, lanes)
-            if not top > np.float32(-np.inf):
-                status[i] = 1 if np.isnan(top) else 2
+            if not (top > np.float32(-np.inf) and top < np.float32(np.inf)):  # +inf: an overflow of the division
+                status[i] = 2 if top == np.float32(-np.inf) else 1
             elif j < count and (draft < 0 or draft >= size):
                 status[i] = 4
             elif j < count and has_probs:

@@ -44,7 +44,8 @@ def verify_rejection_triton(
 ) -> tuple[Verified, torch.Tensor]:
     """See `verify_rejection`; most: the most drafts of a sequence -> results and status int32 [S]. float32 inside."""
     (rows, vocab), sequences, device = logits.shape, len(seeds), logits.device
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    if logits.stride(1) != 1 or logits.data_ptr() % 16:  # else a row's bits could depend on its place in memory
+        logits = logits.clone(memory_format=torch.contiguous_format)
     q = logits if draft_probs is None else draft_probs if draft_probs.stride(1) == 1 else draft_probs.contiguous()
     accepted, status = torch.empty(2, sequences, dtype=torch.int32, device=device).unbind()
     tokens = torch.empty(sequences, most + 1, dtype=torch.int64, device=device)

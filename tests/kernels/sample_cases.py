@@ -124,7 +124,7 @@ CASES = [
     Case("all_excluded_filtered", (), (-INF,) * 6, top_k=2, top_p=0.5, min_p=0.1, fault="no token left"),
     Case("all_excluded_greedy", (), (-INF,) * 6, temperature=0.0, fault="no token left"),
     Case("all_banned", (), edits={"banned": ALL}, edited=(-INF,) * 6, fault="no token left"),
-    Case("overflow_by_temperature", (), (1e30, 0.0, 0.0, 0.0, 0.0, 0.0), temperature=1e-10, fault="or \\+inf"),
+    Case("overflow_by_temperature", (), (3e33, 0.0, 0.0, 0.0, 0.0, 0.0), temperature=1e-6, fault="or \\+inf"),
 ]
 
 

@@ -209,6 +209,9 @@ def test_without_the_package_or_a_gpu_it_says_what_to_install(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # the import fails
     with pytest.raises(ImportError, match=r"pip install 'longtail\[gpu\]'"):
         paged_attention(q, kv, 1, batch, PAGE, 0.3, backend="flash-attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))  # a broken one
+    with pytest.raises(ImportError, match=r"has no flash_attn_with_kvcache: pip install 'longtail\[gpu\]'"):
+        paged_attention(q, kv, 1, batch, PAGE, 0.3, backend="flash-attn")
     monkeypatch.setitem(sys.modules, "flash_attn", FlashAttention())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ImportError, match=r"needs a CUDA GPU; with one, pip install 'longtail\[gpu\]'"):

@@ -182,8 +182,49 @@ def test_misuse_is_named() -> None:
         ((hidden, weight[:, :3], tokens), {}, r"does not fit weight \(5, 3\); pass \[T, H\]"),
         ((hidden, weight, tokens), {"bias": torch.zeros(4)}, r"bias \(4,\), weight has 5 rows"),
         ((hidden, weight, tokens), {"rows_per_chunk": 0}, "rows_per_chunk is 0"),
+        ((hidden.bfloat16(), weight, tokens), {}, r"hidden is torch.bfloat16, weight torch.float32; give them one"),
+        ((hidden, weight, tokens), {"bias": torch.zeros(5).half()}, r"weight torch.float32, bias torch.float16; give"),
+        ((hidden, weight, tokens, torch.tensor([1.0, 1e-9])), {}, r"temperatures\[1\] is"),
+        ((hidden, weight.to("meta"), tokens), {}, "weight is on meta, hidden on cpu"),
         ((hidden, weight, torch.tensor([0, 5])), {}, r"tokens must lie in 0..4"),
         ((hidden, weight, tokens), {"linear": lambda h: h}, r"linear gave \(2, 4\)"),
     ):
         with pytest.raises(ValueError, match=message):
             linear_token_logprobs(*arguments, **options)
+
+
+@pytest.mark.parametrize("backward_under", [False, True])
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_has_the_gradients_of_plain_autograd(hidden_dtype: torch.dtype, backward_under: bool) -> None:
+    """Both multiply in bfloat16 and round the gradient of the logits to it: they differ by about one such rounding,
+    2^-8. Logits of another dtype in the backward pass than in the forward one would be off by far more in the sum of a
+    row's gradients, which is 0."""
+
+    def run(op: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        p = problem(rows=64)
+        hidden, weight, bias = (p[name].detach() * 3 for name in ("hidden", "weight", "bias"))
+        inputs = [hidden.to(hidden_dtype).requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = op(*inputs, p["tokens"])
+        with torch.autocast("cpu", torch.bfloat16, backward_under):
+            out.sum().backward()
+        return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+    got = run(lambda h, w, b, tokens: linear_token_logprobs(h, w, tokens, bias=b, rows_per_chunk=7))
+    want = run(lambda h, w, b, tokens: token_logprobs_reference(F.linear(h, w, b), tokens))
+    assert len(got) == len(want) == 4
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype
+        assert float((one - other).norm() / other.norm()) < 2**-7
+    assert abs(float(got[3].sum())) < 0.1  # 64 rows; 0 but for rounding each logit's gradient to bfloat16
+
+
+def test_no_rows_keep_float64() -> None:
+    for dtype, expected in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        nothing = torch.empty(0, 4, dtype=dtype, requires_grad=True)
+        out, entropy = linear_token_logprobs(
+            nothing, torch.ones(3, 4, dtype=dtype), torch.empty(0, dtype=torch.int64), return_entropy=True
+        )
+        assert out.dtype == entropy.dtype == expected
+        out.sum().backward()
+        assert nothing.grad is not None and nothing.grad.shape == (0, 4)

@@ -255,8 +255,10 @@ def test_misuse_is_named(op: Any) -> None:
         ((logits.long(), tokens), "pass floats"),
         ((logits[:, :0], tokens), "V must be at least 1"),
         ((logits, tokens, torch.ones(3)), r"temperatures \(3,\)"),
-        ((logits, tokens, -1.0), "temperatures must be 0"),
-        ((logits, tokens, torch.tensor([1.0, math.nan])), "temperatures must be 0"),
+        ((logits, tokens, -1.0), r"temperatures\[0\] is -1.0; use 0 \(greedy\) or at least 1e-06"),
+        ((logits, tokens, torch.tensor([1.0, math.nan])), r"temperatures\[1\] is nan"),
+        ((logits, tokens, torch.tensor([1.0, 1e-7])), r"temperatures\[1\] is 1.0*.*e-07; use 0"),
+        ((logits, tokens.to("meta")), "tokens are on meta, logits on cpu"),
     ):
         with pytest.raises(ValueError, match=message):
             op(*bad)

@@ -199,6 +199,9 @@ def test_row_edits_of_nothing() -> None:
     ("change", "message"),
     [
         ({"seeds": np.zeros(3, np.uint64)}, "seeds has shape"),
+        ({"temperatures": np.array([1.0, math.nan], np.float32)}, r"sample: temperatures\[1\] is nan; use 0"),
+        ({"temperatures": np.array([-1.0, 1.0])}, r"sample: temperatures\[0\] is -1.0"),
+        ({"temperatures": np.array([0.0, 9e-7])}, r"temperatures\[1\] is 9e-07; use 0 \(greedy\) or at least 1e-06"),
         ({"top_k": np.zeros((2, 1), np.int32)}, "top_k has shape"),
         ({"top_p": np.array([0.5, 0.0])}, "top_p must be above 0"),
         ({"top_p": np.array([0.5, math.nan])}, "top_p must be above 0"),
@@ -215,3 +218,20 @@ def test_a_batch_that_does_not_fit_is_refused(path: str, change: dict[str, objec
         setattr(batch, name, value)
     with pytest.raises(ValueError, match=message):
         PATHS[path](torch.zeros(2, len(ALL)), batch)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_least_temperature_is_taken(dtype: type) -> None:
+    for path in PATHS.values():
+        batch = SampleBatch(np.full(2, 1e-6, dtype), np.zeros(2, np.uint64), np.zeros(2, np.int64))
+        tokens, _ = path(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), batch)
+        assert tokens.tolist() == [1, 0]
+
+
+def test_in_place_leaves_rows_apart_that_share_memory() -> None:
+    """A ban of one row must not reach the other, whose logits are the same memory."""
+    logits = torch.tensor([[0.0, 5.0, 4.0]])
+    bans = LogitEdits.stack([row_edits(banned=(1,)), row_edits(banned=(2,))])
+    batch = SampleBatch(np.zeros(2, np.float32), np.zeros(2, np.uint64), np.zeros(2, np.int64), edits=bans)
+    assert sample(logits.expand(2, 3), batch, in_place=True)[0].tolist() == [2, 1]
+    assert logits.tolist() == [[0.0, 5.0, 4.0]]

@@ -380,14 +380,38 @@ def test_misuse_is_named(op: Any) -> None:
     one = torch.tensor([0])
     good = DraftBatch(torch.tensor([0, 1], dtype=torch.int32), torch.ones(2), one, one)
     hot, floats = DraftBatch(good.cu_drafts, torch.ones(1), one, one), torch.ones(2)
+
+    def warm(*temperatures: float) -> DraftBatch:
+        return DraftBatch(good.cu_drafts, torch.tensor(temperatures), one, one)
+
     for arguments, message in (
         ((logits[:1], drafts, None, good), "1 target rows for 1 drafts of 1 sequences"),
         ((logits[:, :0], drafts, None, good), "pass floats"),
         ((logits, drafts, torch.zeros(1, 2), good), r"draft_probs \(1, 2\)"),
         ((logits, drafts, torch.zeros(1, 3).double(), good), "pass float32"),
         ((logits, drafts, None, hot), r"temperatures \(1,\)"),
+        ((logits, drafts, None, warm(1.0, math.nan)), r"verify_rejection: temperatures\[1\] is nan; use 0 \(greedy\)"),
+        ((logits, drafts, None, warm(-1.0, 1.0)), r"temperatures\[0\] is -1.0"),
+        ((logits, drafts, None, warm(1.0, 9e-7)), r"temperatures\[1\] is 8.99"),
+        ((logits, drafts.to("meta"), None, good), "verify_rejection: drafts is on meta, logits on cpu"),
         ((logits, drafts, None, DraftBatch(good.cu_drafts, floats, one.int(), one)), r"seeds \(1,\) torch.int32"),
         ((logits, drafts, None, DraftBatch(good.cu_drafts, floats, one, one[:0])), r"positions \(0,\)"),
     ):
         with pytest.raises(ValueError, match=message):
             op(*arguments)
+
+
+@pytest.mark.parametrize("op", [verify_rejection, verify_rejection_reference])
+def test_an_overflow_by_the_temperature_is_a_fault_as_in_sample(op: Any) -> None:
+    """Rows of one sequence each, no drafts: float32 overflows to +inf, to -inf everywhere, and in one token alone."""
+    logits = torch.tensor([[1e36, 0.0], [-1e36, -1e36], [0.0, -1e36]])
+    nothing, zeros = torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    batch = DraftBatch(torch.zeros(4, dtype=torch.int32), torch.full((3,), 1e-3), zeros, zeros)
+    faults: dict[int, str] = {}
+    out = op(logits, nothing, None, batch, faults)
+    assert faults == {0: "NaN or +inf", 1: "no token left to sample (every logit is -inf)"}
+    assert out.tokens.flatten().tolist() == [-1, -1, 0]
+    of_sample: dict[int, str] = {}
+    temperatures = np.full(3, 1e-3, np.float32)
+    sample(logits, SampleBatch(temperatures, np.zeros(3, np.uint64), np.zeros(3, np.int64)), of_sample)
+    assert of_sample == faults

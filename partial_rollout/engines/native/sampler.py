@@ -34,7 +34,8 @@ class Sampler:
         tokens, logprobs = sample(logits, batch, faults, in_place=not self.raw_logprobs)
         if self.raw_logprobs:
             # a row that is a fault has no token
-            logprobs = token_logprobs(logits, torch.from_numpy(np.maximum(tokens, 0))).numpy()
+            drawn = torch.from_numpy(np.maximum(tokens, 0)).to(logits.device)
+            logprobs = token_logprobs(logits, drawn).cpu().numpy()
         return tokens, logprobs, faults
 
     def _batch(self, samples: list[Sample]) -> SampleBatch:
