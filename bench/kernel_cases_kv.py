@@ -139,7 +139,7 @@ def _attention_bytes(
     tile, wide = attention_plan.TILE, max(next_power_of_2(dim), 16)
     group = n["heads"] // kv_heads
     rows = n["queries"] * group
-    whole = wide <= 128 and n["batch"] * -(-rows // tile) * kv_heads >= whole_from
+    whole = itemsize == 2 and dim == wide <= 128 and n["batch"] * -(-rows // tile) * kv_heads >= whole_from
     memory = n["context"] * row + -(-n["context"] // n["block"]) * INDEX
     issued = 0
     for first in range(0, rows, tile):

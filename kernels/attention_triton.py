@@ -44,6 +44,7 @@ def paged_attention_triton(
             f"head_dim], got {tuple(kv.shape)}: make it with empty_kv(..., layout='hnd')"
         )
     check_shapes(q, kv, block_size, variant, scales)
+    batch.check("paged_attention", q.shape[0], q.shape[1] // kv.shape[3], kv, layer, block_size, variant.window)
     if not kv.is_contiguous():
         raise ValueError("paged_attention: the cache must be contiguous, as empty_kv makes it")
     (_, heads, dim), kv_heads = q.shape, kv.shape[3]
