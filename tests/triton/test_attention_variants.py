@@ -282,7 +282,7 @@ def whole(monkeypatch: pytest.MonkeyPatch, uneven: float = 1e9) -> None:
     monkeypatch.setattr(attention_plan, "UNEVEN", uneven)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "tree"])
 def test_a_program_for_all_partitions_gives_the_bits_of_the_split(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
