@@ -9,6 +9,7 @@ rollout.update_weights(weights, version)   # the next collect() resumes what was
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from longtail.errors import LongtailError
@@ -24,6 +25,8 @@ from longtail.sampling_params import SamplingParams
 class Rollout:
     """Drives one engine under one strategy.
 
+    store: a directory (made if need be) in which samples outlive the process: opened again, the rollout continues
+    where the last commit left it. A `SampleStore` for its settings; None: in memory.
     snapshots: keep the KV of paused samples (else they continue from their tokens, to the same result).
     repetition: end looping responses early, with finish_reason "repetition".
     """
@@ -33,18 +36,18 @@ class Rollout:
         engine: Engine,
         *,
         strategy: Strategy | None = None,
-        store: SampleStore | None = None,
+        store: SampleStore | str | Path | None = None,
         snapshots: bool = True,
         repetition: RepetitionDetector | None = None,
         listener: Listener = ignore,
     ) -> None:
         self.engine = engine
         self.strategy: Strategy = Sync() if strategy is None else strategy
-        self.store = SampleStore() if store is None else store
+        self.store = store if isinstance(store, SampleStore) else SampleStore(store)
         self.snapshots = snapshots
         self.repetition = repetition
         self.listener = listener
-        self.iteration = 0
+        self.iteration = self.store.iteration
         self._named = 0
 
     def submit(self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None) -> list[Group]:
@@ -86,11 +89,17 @@ class Rollout:
             running={},
             started_with={},
         )
+        before = self.engine.stats()
         self._mark("iteration_start", value=float(self.engine.version))
         try:
             self._generate(strategy, state)
         finally:  # also after an error or an interrupt: the engine is empty again, and nothing is lost
             self._pause([s for s in state.running.values() if not s.is_done], state)
+            after = self.engine.stats()
+            self.store.commit(
+                recomputed=after.num_recomputed_tokens - before.num_recomputed_tokens,
+                restored=after.num_restored_tokens - before.num_restored_tokens,
+            )
         groups = self.store.complete()
         for group in groups:
             tokens = sum(len(s.output_ids) for s in group.samples)
@@ -106,7 +115,7 @@ class Rollout:
             )
         total = sum(len(s.output_ids) for g in groups for s in g.samples)
         self._mark("iteration_end", num_seqs=len(groups), num_tokens=total)
-        self.store.hand_over(groups)  # last: whatever raised above, no complete group is lost
+        self.store.hand_over(groups, self.iteration)  # last: whatever raised above, no complete group is lost
         self.iteration += 1
         return groups
 
@@ -121,6 +130,7 @@ class Rollout:
                     )
                 return
             out = self.engine.step()
+            self.store.commit_if_due()
             state.num_output_tokens += out.num_output_tokens
             for sample in out.finished:
                 state.running.pop(sample.id, None)
@@ -139,6 +149,7 @@ class Rollout:
             if sample is None:
                 break
             queue = state.paused if sample.status == "paused" else state.fresh
+            self.store.watch([sample])
             self.engine.add([sample])
             queue.remove(sample)
             state.started_with[sample.id] = len(sample.output_ids)
@@ -152,6 +163,7 @@ class Rollout:
             # A sample that never got a token is as fresh as before.
             if not sample.output_ids and sample.snapshot is None:
                 sample.status = "waiting"
+                self.store.unwatch([sample])
                 state.fresh.append(sample)
             else:
                 state.paused.append(sample)

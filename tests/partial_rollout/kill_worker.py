@@ -1,0 +1,160 @@
+"""Runs rollouts on a tiny model in child processes and kills them. A program: kill_worker.py DIRECTORY KILLS SEED.
+
+The engine is built once; each child is a fork of this process, which itself never runs the engine. Half of the kills
+come at a random time, half from inside the database, at a random statement. Prints a JSON line with what was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+os.environ["NUMBA_THREADING_LAYER"] = "workqueue"  # the one that survives a fork
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from longtail import Group, NativeEngine, Rollout, SampleStore, SamplingParams, TokenBudget
+from longtail.partial_rollout.database import Database
+from longtail.partial_rollout.ledger import LINES
+
+GROUPS, SIZE, ROUNDS = 3, 2, 3
+PARAMS = {"n": SIZE, "max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+
+
+def make_engine() -> NativeEngine:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    return NativeEngine(LlamaForCausalLM(config).eval(), threads=1, max_num_seqs=4, kv_cache_bytes=1 << 21)
+
+
+def groups_of(round_: int) -> list[Group]:
+    prompts = [[5 + round_, 7 + i, *range(10, 30 + 9 * i)] for i in range(GROUPS)]
+    return [Group.from_prompt(f"r{round_}-{i}", p, SamplingParams(**PARAMS)) for i, p in enumerate(prompts)]  # type: ignore[arg-type]
+
+
+def record(groups: list[Group]) -> dict[str, list]:
+    return {g.id: [[s.output_ids, [x.hex() for x in s.logprobs]] for s in g.samples] for g in groups}
+
+
+def work(engine: NativeEngine, directory: Path, log: Path, kill_at: int | None) -> None:
+    """The trainer's side: submits, collects, and writes down what it got, one line a delivery."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    with SampleStore(directory / "store", commit_every=0.0) as store, log.open("a") as out:
+        if kill_at is not None:
+            left = iter(range(kill_at, -1, -1))
+            store._database.connection.set_trace_callback(lambda _: next(left) or os.kill(os.getpid(), signal.SIGKILL))
+
+        def keep(number: int, groups: list[Group]) -> None:
+            out.write(json.dumps([number, record(groups)]) + "\n")
+            out.flush()
+
+        for delivery in store.deliveries(after=lines[-1][0] if lines else 0):
+            keep(delivery.number, delivery.groups)
+        rollout = Rollout(engine, strategy=TokenBudget(60), store=store)
+        for round_ in range(ROUNDS):
+            if f"r{round_}-0" not in store:
+                rollout.submit(groups_of(round_))
+            if groups := rollout.collect():
+                keep(store.last_delivery, groups)
+        while len(store):
+            if groups := rollout.collect():
+                keep(store.last_delivery, groups)
+
+
+def check(directory: Path, found: Counter) -> None:
+    """After a kill: the file is sound, the ledger balances, and whatever was submitted is there."""
+    if not (directory / "store" / "samples.sqlite").exists():
+        return
+    database = Database(directory / "store")
+    try:
+        problems = database.check()
+        assert problems == [], problems
+        samples, lost = database.open_groups()
+        assert lost == []
+        for round_ in range(ROUNDS):  # a submission is whole or not there
+            assert len({database.knows("groups", g.id) for g in groups_of(round_)}) == 1
+        for group in samples:
+            assert len(group.samples) == SIZE
+            for sample in group.samples:
+                sample.check_integrity()
+                found["samples finished" if sample.is_done else "samples resumable"] += 1
+        ledger = database.ledger()
+        assert ledger.generated == ledger.pending + sum(ledger.lines[line] for line in LINES)
+        found["stores with pending tokens"] += ledger.pending > 0
+    finally:
+        database.close()
+
+
+def main(root: Path, kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_engine()
+    reference = Rollout(engine)
+    reference.submit([g for round_ in range(ROUNDS) for g in groups_of(round_)])
+    start = time.perf_counter()
+    expected = record(reference.collect())
+    found: Counter = Counter()
+    took = time.perf_counter() - start
+    while found["kills"] < kills:
+        directory = root / str(found["lives"])
+        directory.mkdir()
+        log = directory / "log"
+        while True:
+            by_statement = rng.random() < 0.5
+            kill_at = int(10 ** rng.uniform(0, 3)) if by_statement else None
+            child = os.fork()
+            if child == 0:
+                try:
+                    work(engine, directory, log, kill_at)
+                except BaseException as error:
+                    print(repr(error), file=sys.stderr, flush=True)
+                    os._exit(1)
+                os._exit(0)
+            if not by_statement:
+                time.sleep(rng.uniform(0, took))
+                os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            if os.WIFSIGNALED(status):
+                found["kills"] += 1
+                found["kills inside the database"] += by_statement
+                torn = log.exists() and not log.read_text().endswith("\n") and log.stat().st_size
+                if torn:  # the trainer's own file: its last line is not whole, so it has not seen that delivery
+                    text = log.read_text()
+                    log.write_text(text[: text.rfind("\n") + 1])
+                    found["torn lines in the trainer's log"] += 1
+                check(directory, found)
+                continue
+            assert os.WEXITSTATUS(status) == 0, "the worker failed"
+            break
+        found["lives"] += 1
+        deliveries = [json.loads(line) for line in log.read_text().splitlines()]
+        got = [name for _, groups in deliveries for name in groups]
+        assert sorted(got) == sorted(expected), "a group is missing, or came twice"
+        for _, groups in deliveries:
+            for name, samples in groups.items():
+                assert samples == expected[name], f"group {name} has other tokens or log-probabilities"
+        found["groups delivered"] += len(got)
+        with SampleStore(directory / "store") as store:
+            store.check_integrity()
+            tokens = sum(len(s[0]) for g in expected.values() for s in g)
+            assert store.ledger.lines["trained"] == tokens == store.ledger.generated
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
