@@ -1,75 +1,176 @@
-"""Samples and groups as rows: numbers, JSON, and arrays of int32 (token ids) and float64 (log-probabilities)."""
+"""Samples and groups as rows: numbers, JSON, and arrays of int32 (token ids) and float64 (log-probabilities). Nothing
+is pickled. Every row that a continuation or a trainer rests on carries a CRC-32."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longtail.sample import Group, Sample, Segment, Timings
 from longtail.sampling_params import SamplingParams
 from longtail.version import PolicyVersion
 
+IDENTITY = ("name", "position", "seed", "prompt", "params")
+"""Columns of a sample that never change."""
+STATE = (
+    "status",
+    "finish_reason",
+    "stop_reason",
+    "failure",
+    "num_tokens",
+    "segments",
+    "submitted",
+    "first_token",
+    "finished",
+    "running",
+    "reward",
+)
+"""Columns of a sample that change while it is made."""
 
-def sample_of(
-    row: Sequence[Any],
+
+BLANK_STATE = ("waiting", None, None, None, 0, "[]", None, None, None, 0.0, None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Damage:
+    """A sample of which something was damaged on disk."""
+
+    sample: Sample
+    """As it goes on."""
+    row: int
+    lost: int
+    """Output tokens that are gone. The sample makes them again if it can."""
+    found: str
+    done: str
+    """What this means for the sample."""
+
+
+def restore(
+    row: int,
+    record: Sequence[Any],
+    readable: tuple[bool, bool],
     group_id: str,
     prompt: tuple[int, ...],
     params: SamplingParams,
-    output: tuple[list[int], list[float]] | None,
+    output: tuple[list[int], list[float]],
+) -> tuple[Sample, Damage | None]:
+    """The sample from what is readable of it.
+
+    record: values of IDENTITY and STATE. readable: whether its prompt and parameters are as they were, and its state.
+    output: tokens and log-probabilities up to the first that is damaged."""
+    identity, state = record[: len(IDENTITY)], record[len(IDENTITY) :]
+    who, lost = f"sample {identity[0]}", 0
+    damage: tuple[str, str] | None = None
+    if not readable[1]:
+        lost = len(output[0])
+        state, output = BLANK_STATE, ([], [])
+        damage = f"{who}: its record is damaged", "it starts again"
+    elif len(output[0]) != state[4]:
+        kept = min(len(output[0]), state[4])
+        lost = state[4] - kept
+        output = output[0][:kept], output[1][:kept]
+        damage = f"{who}: output tokens {kept} to {state[4] - 1} are damaged", f"it continues from token {kept}"
+    if not readable[0]:
+        identity = (*identity[:3], None, None)
+        prompt, params = (), SamplingParams()
+        damage = f"{who}: its prompt or its parameters are damaged", "it cannot go on, and counts as failed"
+    sample = sample_of(identity, state, group_id, prompt, params, output)
+    if damage is None:
+        return sample, None
+    unfinish(sample)
+    if not readable[0]:
+        sample.status, sample.finish_reason = "failed", "error"
+        sample.failure = "reading it from disk: its prompt or its parameters were damaged"
+    return sample, Damage(sample, row, lost, *damage)
+
+
+def identity_of(sample: Sample, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Any, ...]:
+    """Values of IDENTITY. prompt, params: the group's; what is the same there is None."""
+    own_prompt = None if same(sample.prompt_ids, prompt) else pack_ids(sample.prompt_ids)
+    own_params = None if same(sample.params, params) else params_json(sample.params)
+    return sample.id, sample.index, signed(sample.seed), own_prompt, own_params
+
+
+def state_of(sample: Sample) -> tuple[Any, ...]:
+    """Values of STATE."""
+    t = sample.timings
+    return (
+        sample.status,
+        sample.finish_reason,
+        None if sample.stop_reason is None else json.dumps(sample.stop_reason),
+        None if sample.failure is None else sample.failure.encode(errors="backslashreplace").decode(),
+        len(sample.output_ids),
+        _segments_json(sample.segments),
+        t.submitted,
+        t.first_token,
+        t.finished,
+        t.running,
+        None if sample.reward is None else _storable(float(sample.reward)),
+    )
+
+
+def sample_of(
+    identity: Sequence[Any],
+    state: Sequence[Any],
+    group_id: str,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    output: tuple[list[int], list[float]],
 ) -> Sample:
-    """row: name, position, seed, prompt, params, status, finish and stop reason, failure, segments, timings, reward.
+    """From the values of IDENTITY and STATE, and the output as far as it is readable. Segments end where it ends.
 
     Built without the checks of the constructor: what is read was checked when it was submitted."""
     sample = Sample.__new__(Sample)
-    sample.id, sample.index, seed, own_prompt, own_params, status, sample.finish_reason, stop_reason, *rest = row
-    sample.failure, segments, timings, sample.reward = rest
+    sample.id, sample.index, seed, own_prompt, own_params = identity
+    sample.status, sample.finish_reason, stop_reason, sample.failure, _, segments, *timings, reward = state
     sample.group_id = group_id
     sample.prompt_ids = prompt if own_prompt is None else tuple(unpack_ids(own_prompt))
     sample.params = params if own_params is None else params_of(own_params)
     sample.seed = seed % 2**64
-    sample.status = status
     sample.stop_reason = None if stop_reason is None else json.loads(stop_reason)
-    sample.output_ids, sample.logprobs = output or ([], [])
+    sample.output_ids, sample.logprobs = output
     sample.segments, sample.versions = [], []
-    for start, end, version, engine, kv in json.loads(segments):
-        end = min(end, len(sample.output_ids))
+    length = len(sample.output_ids)
+    for start, end, version, engine, kv in () if segments == "[]" else json.loads(segments):
+        end = min(end, length)
         if start < end:
             sample.segments.append(Segment(start, end, PolicyVersion(version), engine, kv))
-            sample.versions.extend([PolicyVersion(version)] * (end - start))
-    sample.timings = Timings(*json.loads(timings))
+            sample.versions += [PolicyVersion(version)] * (end - start)
+    sample.timings = Timings(*timings)
+    sample.reward = None if reward is None else float(reward)
     sample.snapshot = None
     if not sample.is_done:  # nobody runs it now
         sample.status = "paused" if sample.output_ids else "waiting"
     return sample
 
 
-def cut_short(sample: Sample) -> None:
+def unfinish(sample: Sample) -> None:
     """A sample whose later tokens are damaged goes on from those before, to the same end: what follows a token is a
     function of it."""
     sample.status = "paused" if sample.output_ids else "waiting"
     sample.finish_reason = sample.stop_reason = sample.failure = sample.snapshot = None
+    sample.timings.finished = None
 
 
-def state_of(sample: Sample) -> tuple[Any, ...]:
-    t = sample.timings
-    return (
-        sample.status,
-        sample.finish_reason,
-        None if sample.stop_reason is None else json.dumps(sample.stop_reason),
-        sample.failure,
-        len(sample.output_ids),
-        json.dumps([[s.start, s.end, s.version, s.engine, s.kv] for s in sample.segments]),
-        json.dumps([t.submitted, t.first_token, t.finished, t.running]),
-        sample.reward,
-    )
+def checksum_of(values: Sequence[Any]) -> int:
+    """CRC-32 of what SQLite gives back as it took it: bytes, text, integers, floats (but NaN and -0.0) and None."""
+    return zlib.crc32(repr(tuple(values)).encode())
+
+
+def checksum_of_bytes(first: bytes, second: bytes) -> int:
+    return zlib.crc32(second, zlib.crc32(first))
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    return array("i", ids).tobytes()
+    try:
+        return array("i", ids).tobytes()
+    except OverflowError as error:
+        raise ValueError(f"token ids must be below 2**31, not {max(ids)}") from error
 
 
 def unpack_ids(data: bytes) -> list[int]:
@@ -84,29 +185,55 @@ def unpack_floats(data: bytes) -> list[float]:
     return array("d", data).tolist()
 
 
-def checksum_of(tokens: bytes, logprobs: bytes) -> int:
-    return zlib.crc32(logprobs, zlib.crc32(tokens))
-
-
 def signed(seed: int) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
+def same(a: Any, b: Any) -> bool:
+    """Equal, and soon known to be where they are one object."""
+    return a is b or a == b
+
+
+_DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
+
+
 def params_json(params: SamplingParams) -> str:
-    defaults = SamplingParams()
-    values = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
-    return json.dumps({name: v for name, v in values.items() if v != getattr(defaults, name)})
+    values = {name: getattr(params, name) for name in _DEFAULTS}
+    return json.dumps({name: v for name, v in values.items() if v != _DEFAULTS[name]})
 
 
+@functools.lru_cache(maxsize=4096)
 def params_of(text: str) -> SamplingParams:
     return SamplingParams.from_dict(json.loads(text))
 
 
 def task_json(group: Group) -> str:
+    """ValueError if the task would not come back as it is (tuples come back as lists)."""
     try:
-        return json.dumps(group.task)
-    except (TypeError, ValueError) as error:
+        _check_keys(group.task)
+        return "null" if group.task is None else json.dumps(group.task)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"group {group.id!r}: task cannot be stored ({error}); a store on disk takes what JSON can say: numbers, "
-            "strings, lists, dicts"
+            "strings, lists, and dicts with strings as keys; keep other objects yourself, by the group's id"
         ) from error
+
+
+def _check_keys(value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"key {key!r} is no string")
+            _check_keys(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_keys(item)
+
+
+def _segments_json(segments: list[Segment]) -> str:
+    return json.dumps([[s.start, s.end, s.version, s.engine, s.kv] for s in segments]) if segments else "[]"
+
+
+def _storable(value: float) -> float | str:
+    """SQLite takes NaN for NULL, and -0.0 for 0.0."""
+    return value if value and value == value else repr(value)

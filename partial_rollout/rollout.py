@@ -26,7 +26,9 @@ class Rollout:
     """Drives one engine under one strategy.
 
     store: a directory (made if need be) in which samples outlive the process: opened again, the rollout continues
-    where the last commit left it. A `SampleStore` for its settings; None: in memory.
+    where the last commit left it (submit only what `id in rollout.store` denies; see `SampleStore` for what a trainer
+    does that was killed itself). A `SampleStore` for its settings; None: in memory. `close`, or leaving a
+    `with Rollout(...)`, closes it.
     snapshots: keep the KV of paused samples (else they continue from their tokens, to the same result).
     repetition: end looping responses early, with finish_reason "repetition".
     """
@@ -48,7 +50,19 @@ class Rollout:
         self.repetition = repetition
         self.listener = listener
         self.iteration = self.store.iteration
-        self._named = 0
+        self._named = self.store.num_submitted
+        self._counted = engine.stats()
+        """What the ledger knows of the engine's counts."""
+
+    def close(self) -> None:
+        """Closes the store. The engine stays the caller's."""
+        self.store.close()
+
+    def __enter__(self) -> Rollout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def submit(self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None) -> list[Group]:
         """prompts: token ids (params.n samples each), or groups made by the caller. Any number, any time.
@@ -89,17 +103,13 @@ class Rollout:
             running={},
             started_with={},
         )
-        before = self.engine.stats()
+        self._counted = self.engine.stats()
         self._mark("iteration_start", value=float(self.engine.version))
         try:
             self._generate(strategy, state)
         finally:  # also after an error or an interrupt: the engine is empty again, and nothing is lost
             self._pause([s for s in state.running.values() if not s.is_done], state)
-            after = self.engine.stats()
-            self.store.commit(
-                recomputed=after.num_recomputed_tokens - before.num_recomputed_tokens,
-                restored=after.num_restored_tokens - before.num_restored_tokens,
-            )
+            self._commit()
         groups = self.store.complete()
         for group in groups:
             tokens = sum(len(s.output_ids) for s in group.samples)
@@ -130,7 +140,8 @@ class Rollout:
                     )
                 return
             out = self.engine.step()
-            self.store.commit_if_due()
+            if self.store.commit_due:
+                self._commit()
             state.num_output_tokens += out.num_output_tokens
             for sample in out.finished:
                 state.running.pop(sample.id, None)
@@ -138,6 +149,14 @@ class Rollout:
             if strategy.stop_waiting(state):
                 return
             self._pause(strategy.to_pause(state), state)
+
+    def _commit(self) -> None:
+        before, self._counted = self._counted, self.engine.stats()
+        self.store.count(
+            recomputed=self._counted.num_recomputed_tokens - before.num_recomputed_tokens,
+            restored=self._counted.num_restored_tokens - before.num_restored_tokens,
+        )
+        self.store.commit()
 
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """Between collects. Paused samples keep their tokens, with the version that made each."""

@@ -7,20 +7,20 @@
 
 On disk nothing that was committed is lost to `kill -9`: a store that is opened again holds the same open groups, and
 unfinished samples go on from their last committed token, to the same end. A group is handed over in one transaction,
-under a delivery number. A caller that may die between receiving a group and keeping what it made of it notes the number
-and asks `deliveries(after=number)` when it is back: what it never saw is there, and nothing twice.
+under a delivery number. A trainer saves `last_delivery` in its checkpoint, beside the weights that it has made of
+everything up to there. When it comes back, `deliveries(after=number)` has what those weights have not seen, and nothing
+twice; then it goes on with `collect`. `prune(number)` forgets what no checkpoint will ask for again.
 """
 
 from __future__ import annotations
 
-import copy
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from longtail.errors import StoreError
 from longtail.partial_rollout.database import Database, Delivery
-from longtail.partial_rollout.ledger import BESIDE, LINES, WASTED, Ledger, Line, line_of
+from longtail.partial_rollout.ledger import BESIDE, LINES, WASTED, Beside, Ledger, Line, line_of
 from longtail.sample import Group, Sample
 
 
@@ -29,7 +29,8 @@ class SampleStore:
 
     directory: None keeps everything in memory. commit_every: seconds of generated tokens that a killed process may
     have to make again.
-    Raises StoreLocked if another process has the directory open, StoreCorrupt if it holds something else.
+    Raises StoreLocked if another process has the directory open, StoreCorrupt if it holds something else, StoreFull
+    if the disk is full; what a call that raises was to change is as before. For one thread.
     """
 
     def __init__(self, directory: str | Path | None = None, *, commit_every: float = 0.5) -> None:
@@ -38,35 +39,30 @@ class SampleStore:
         self.directory = None if directory is None else Path(directory)
         self.commit_every = commit_every
         self._database = database = Database(self.directory)
-        groups, lost = database.open_groups()
+        try:
+            groups, damages = database.open_groups()
+            if damages:
+                with database.transaction(durable=True):
+                    database.write_off(damages)
+        except BaseException:
+            database.close()
+            raise
         self._groups = {group.id: group for group in groups}
-        self._committed = {s.id: len(s.output_ids) for group in groups for s in group.samples}
-        """Output tokens that the ledger knows of, for every sample of an open group."""
         self._watched: dict[str, Sample] = {}
         """Samples that an engine may be changing, or has changed since the last commit."""
+        self._beside: dict[Beside, int] = dict.fromkeys(BESIDE, 0)
+        """What the next commit adds to the ledger."""
         self._last_commit = time.monotonic()
-        self.ledger = database.ledger()
-        """Changes with each commit."""
-        self.damages = [
-            f"sample {s.id}: output tokens {len(s.output_ids)} to {recorded - 1} were damaged on disk; it continues "
-            f"from token {len(s.output_ids)}"
-            for s, recorded in lost
-        ]
+        self.damages = [f"{damage.found}; {damage.done}" for damage in damages]
         """What was found damaged when the store was opened, and what was done about it."""
-        if lost:
-            ledger = copy.deepcopy(self.ledger)
-            ledger.lines["failed"] += sum(recorded - len(s.output_ids) for s, recorded in lost)
-            with database.transaction(durable=True):
-                database.write_off(lost)
-                database.save_ledger(ledger)
-            self.ledger = ledger
 
     def close(self) -> None:
-        """Commits, and gives the directory back."""
-        try:
-            self.commit()
-        finally:
-            self._database.close()
+        """Commits, and gives the directory back. May be called again."""
+        if self._database.is_open:
+            try:
+                self.commit()
+            finally:
+                self._database.close()
 
     def __enter__(self) -> SampleStore:
         return self
@@ -78,10 +74,10 @@ class SampleStore:
 
     def add(self, groups: Iterable[Group]) -> None:
         """All or none. ValueError if an id was used before, or a group is empty, mislabelled, or (on disk) has a task
-        that JSON cannot say."""
+        that JSON cannot say. Tokens that a sample brings count as generated."""
         batch = list(groups)
         names: set[str] = set()
-        tokens: dict[str, int] = {}
+        samples: dict[str, Sample] = {}
         for group in batch:
             if group.id in self or group.id in names:
                 raise ValueError(f"group id {group.id!r} was submitted before; every group needs its own id")
@@ -89,19 +85,14 @@ class SampleStore:
                 raise ValueError(f"group {group.id!r} has no samples; n must be at least 1")
             names.add(group.id)
             for sample in group.samples:
-                if sample.id in tokens or self._database.knows("samples", sample.id):
+                if sample.id in samples or self._database.knows("samples", sample.id):
                     raise ValueError(f"sample id {sample.id!r} was submitted before; every sample needs its own id")
                 if sample.group_id != group.id:
                     raise ValueError(f"sample {sample.id!r} has group_id {sample.group_id!r}, not {group.id!r}")
-                tokens[sample.id] = len(sample.output_ids)
-        ledger = copy.deepcopy(self.ledger)
-        ledger.generated += sum(tokens.values())
+                samples[sample.id] = sample
         with self._database.transaction(durable=True):
             self._database.add_groups(batch)
-            self._database.save([(s, 0) for group in batch for s in group.samples])
-            self._database.save_ledger(ledger)
-        self.ledger = ledger
-        self._committed |= tokens
+            self._database.save(s for s in samples.values() if s.output_ids or s.is_done)
         self._groups |= {group.id: group for group in batch}
 
     def __contains__(self, group_id: str) -> bool:
@@ -115,6 +106,11 @@ class SampleStore:
     def __iter__(self) -> Iterator[Group]:
         return iter(self._groups.values())
 
+    @property
+    def num_submitted(self) -> int:
+        """Groups ever submitted."""
+        return self._database.num_groups()
+
     def unfinished(self) -> list[Sample]:
         return [sample for group in self._groups.values() for sample in group.samples if not sample.is_done]
 
@@ -122,64 +118,73 @@ class SampleStore:
         """The groups whose samples are all done."""
         return [group for group in self._groups.values() if group.is_complete]
 
-    def hand_over(self, groups: Iterable[Group], iteration: int = 0) -> int:
+    def hand_over(self, groups: Iterable[Group], iteration: int | None = None) -> int:
         """These groups are the caller's now. On the ledger their tokens are trained, but for samples that failed, were
-        aborted or ran in circles; `settle` corrects that. -> number of the delivery.
+        aborted or ran in circles; `settle` corrects that. iteration: that this ends; None: the current one.
+        -> number of the delivery, 0 for no groups.
 
-        StoreError if it cannot be written; then they stay."""
-        batch = list(groups)
-        return self._leave(batch, {s.id: line_of(s) for group in batch for s in group.samples}, iteration)
+        ValueError if one is not complete or not here."""
+        batch = self._own(groups)
+        for group in batch:
+            if not group.is_complete:
+                raise ValueError(f"group {group.id!r} is not complete; hand over what complete() lists")
+        lines = {s.id: line_of(s) for group in batch for s in group.samples}
+        return self._leave(batch, lines, self.iteration if iteration is None else iteration)
 
     def discard(self, groups: Iterable[Group], line: Line) -> None:
-        """Throws groups away, finished or not: nobody will ask for them again. line: why."""
+        """Throws groups away, finished or not: nobody will ask for them again. line: why. No engine may be running
+        them."""
         if line not in WASTED:
             raise ValueError(f"line must be one of {', '.join(WASTED)}, not {line!r}")
-        batch = list(groups)
+        batch = self._own(groups)
         self._leave(batch, {s.id: line for group in batch for s in group.samples}, None)
 
-    def _leave(self, groups: list[Group], lines: dict[str, Line], iteration: int | None) -> int:
+    def _own(self, groups: Iterable[Group]) -> list[Group]:
+        batch = {group.id: group for group in groups}
+        for group in batch.values():
+            if self._groups.get(group.id) is not group:
+                raise ValueError(f"group {group.id!r} is not in the store; was it handed over or thrown away before?")
+        return list(batch.values())
+
+    def _leave(self, groups: list[Group], lines: Mapping[str, Line], iteration: int | None) -> int:
         samples = [s for group in groups for s in group.samples]
-        ledger = self._grown(samples)
-        for sample in samples:
-            ledger.lines[lines[sample.id]] += len(sample.output_ids)
         with self._database.transaction(durable=True):
-            self._save(samples)
+            self._database.save(samples)
             number = self._database.leave(groups, lines, iteration)
-            self._database.save_ledger(ledger)
-            if self.directory is None:  # the groups are the caller's: nothing of them is kept but their names
-                self._database.prune(number)
-        self.ledger = ledger
+        for sample in samples:
+            self._watched.pop(sample.id, None)
         for group in groups:
             del self._groups[group.id]
-            for sample in group.samples:
-                del self._committed[sample.id]
-                self._watched.pop(sample.id, None)
         return number
 
     def settle(self, sample_ids: Iterable[str], line: Line) -> None:
-        """Moves samples that were handed over to another line of the ledger (a trainer dropped them, say)."""
+        """Moves samples that were handed over to another line of the ledger (a trainer dropped them, say). All or
+        none."""
         if line not in LINES:
             raise ValueError(f"line must be one of {', '.join(LINES)}, not {line!r}")
-        ledger = copy.deepcopy(self.ledger)
         with self._database.transaction(durable=True):
             for sample_id in dict.fromkeys(sample_ids):
-                before = self._database.settle(sample_id, line)
-                if before is None:
+                if not self._database.settle(sample_id, line):
                     raise ValueError(f"sample_ids: {sample_id!r} was not handed over by this store")
-                ledger.lines[before[0]] -= before[1]
-                ledger.lines[line] += before[1]
-            self._database.save_ledger(ledger)
-        self.ledger = ledger
 
     @property
     def last_delivery(self) -> int:
-        """Number of the latest hand-over; 0 before the first."""
+        """Number of the latest hand-over; 0 before the first. Numbers are never used again."""
         return self._database.last_delivery()
 
-    def deliveries(self, *, after: int = 0) -> Iterator[Delivery]:
-        """Groups that were handed over since delivery number `after`, as they were then (on disk only, until
-        `prune`). StoreCorrupt if one of them is damaged."""
-        return self._database.deliveries(after)
+    def deliveries(self, *, after: int | None = None) -> Iterator[Delivery]:
+        """Groups that were handed over since delivery number `after` (None: all that are kept), as they were then. On
+        disk only.
+
+        StoreError if some of them were pruned or never were, StoreCorrupt if one is damaged."""
+        if self.directory is None:
+            raise ValueError("a store in memory keeps no deliveries; give it a directory")
+        first, last = self._database.last_pruned(), self.last_delivery
+        if after is not None and after < first:
+            raise StoreError(f"{self.directory}: deliveries {after + 1} to {first} were pruned")
+        if after is not None and after > last:
+            raise StoreError(f"{self.directory}: the last delivery is {last}, not {after}; is this the right store?")
+        return self._database.deliveries(first if after is None else after)
 
     def prune(self, last: int) -> int:
         """Forgets the tokens of deliveries up to number `last`, and of what was thrown away. Ids stay taken, and the
@@ -191,7 +196,7 @@ class SampleStore:
 
     def watch(self, samples: Iterable[Sample]) -> None:
         """An engine runs these from here on: what it adds to them is written with each commit."""
-        self._watched |= {s.id: s for s in samples if s.id in self._committed}
+        self._watched |= {s.id: s for s in samples if s.group_id in self._groups}
 
     def unwatch(self, samples: Iterable[Sample]) -> None:
         """An engine has given these back as it got them. (What it finishes or pauses is written once more, and then
@@ -199,39 +204,35 @@ class SampleStore:
         for sample in samples:
             self._watched.pop(sample.id, None)
 
-    def commit_if_due(self) -> None:
-        """Call as often as you like, from the thread that runs the engine."""
-        if time.monotonic() - self._last_commit >= self.commit_every:
-            self.commit()
+    @property
+    def commit_due(self) -> bool:
+        return time.monotonic() - self._last_commit >= self.commit_every
 
-    def commit(self, iteration: int | None = None, **beside: int) -> None:
-        """Writes what has changed. beside: counts for the ledger's `beside`, with _ for -.
+    def count(self, **tokens: int) -> None:
+        """Counts for the ledger's `beside`, with _ for -: the next commit that succeeds writes them."""
+        for name in BESIDE:
+            self._beside[name] += tokens.pop(name.replace("-", "_"), 0)
+        if tokens:
+            raise ValueError(f"the ledger counts no {', '.join(tokens)}; it counts {', '.join(BESIDE)}")
+
+    def commit(self) -> None:
+        """Writes what has changed, from the thread that runs the engine.
 
         StoreFull and other StoreErrors leave the samples as they are; the next commit tries again."""
-        samples = list(self._watched.values())
-        ledger = self._grown(samples)
-        for name in BESIDE:
-            ledger.beside[name] += beside.get(name.replace("-", "_"), 0)
+        samples, beside = list(self._watched.values()), dict(self._beside)
         with self._database.transaction(durable=False):
-            self._save(samples)
-            self._database.save_ledger(ledger)
-            if iteration is not None:
-                self._database.set_meta("iteration", str(iteration))
-        self.ledger = ledger
+            self._database.save(samples)
+            self._database.count(beside)
+        self._beside = dict.fromkeys(BESIDE, 0)
         for sample in samples:
-            self._committed[sample.id] = len(sample.output_ids)
             if sample.status not in ("running", "waiting"):  # no engine has it any more
                 del self._watched[sample.id]
         self._last_commit = time.monotonic()
 
-    def _save(self, samples: Iterable[Sample]) -> None:
-        self._database.save([(s, self._committed[s.id]) for s in samples])
-
-    def _grown(self, samples: Iterable[Sample]) -> Ledger:
-        """The ledger with what these samples have gained since it last looked."""
-        ledger = copy.deepcopy(self.ledger)
-        ledger.generated += sum(len(s.output_ids) - self._committed[s.id] for s in samples)
-        return ledger
+    @property
+    def ledger(self) -> Ledger:
+        """As of the last commit."""
+        return self._database.ledger()
 
     @property
     def iteration(self) -> int:
@@ -246,17 +247,16 @@ class SampleStore:
 
     def check_balance(self) -> None:
         """AssertionError unless every generated token stands in exactly one line. At any moment."""
-        counted = Counter(self._database.counted())
-        pending = sum(self._committed.values())
-        assert counted["pending"] == pending == self.ledger.pending, (counted["pending"], pending, self.ledger)
-        for line in LINES:
-            assert counted[line] == self.ledger.lines[line], (line, counted[line], self.ledger)
-        assert self.ledger == self._database.ledger(), (self.ledger, self._database.ledger())
-        for group in self._groups.values():
-            for sample in group.samples:
-                known = self._committed[sample.id]
-                assert len(sample.output_ids) >= known, sample.id
-                assert len(sample.output_ids) == known or sample.id in self._watched, f"{sample.id} grew unseen"
+        ledger, counted, saved = self.ledger, self._database.counted(), self._database.num_saved()
+        on_ledger: dict[str, int] = {"pending": ledger.pending, **ledger.lines}
+        for line, tokens in on_ledger.items():
+            assert counted.get(line, 0) == tokens, (line, counted, ledger)
+        assert sum(saved.values()) == ledger.pending, (sum(saved.values()), ledger)
+        samples = {s.id: s for group in self._groups.values() for s in group.samples}
+        assert samples.keys() == saved.keys(), samples.keys() ^ saved.keys()
+        for name, sample in samples.items():
+            assert len(sample.output_ids) >= saved[name], f"{name} has lost tokens"
+            assert len(sample.output_ids) == saved[name] or name in self._watched, f"{name} grew unseen"
 
     def check_integrity(self, extra: Iterable[Group] = ()) -> None:
         """AssertionError if a sample stands twice or a record does not add up."""

@@ -58,7 +58,12 @@ def work(engine: NativeEngine, directory: Path, log: Path, kill_at: int | None) 
     with SampleStore(directory / "store", commit_every=0.0) as store, log.open("a") as out:
         if kill_at is not None:
             left = iter(range(kill_at, -1, -1))
-            store._database.connection.set_trace_callback(lambda _: next(left) or os.kill(os.getpid(), signal.SIGKILL))
+
+            def count_down(_: str) -> None:
+                if next(left) == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            store._database.connection.set_trace_callback(count_down)
 
         def keep(number: int, groups: list[Group]) -> None:
             out.write(json.dumps([number, record(groups)]) + "\n")
@@ -85,8 +90,8 @@ def check(directory: Path, found: Counter) -> None:
     try:
         problems = database.check()
         assert problems == [], problems
-        samples, lost = database.open_groups()
-        assert lost == []
+        samples, damages = database.open_groups()
+        assert damages == []
         for round_ in range(ROUNDS):  # a submission is whole or not there
             assert len({database.knows("groups", g.id) for g in groups_of(round_)}) == 1
         for group in samples:
