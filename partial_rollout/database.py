@@ -22,6 +22,7 @@ from typing import Any, Literal
 from longtail.errors import StoreCorrupt, StoreError
 from longtail.partial_rollout.ledger import BESIDE, LINES, Ledger, Line
 from longtail.partial_rollout.records import (
+    BLANK_STATE,
     IDENTITY,
     STATE,
     Damage,
@@ -138,7 +139,7 @@ class Database(SqliteFile):
         """Their samples have no tokens yet on this side: `save` brings those."""
         execute, keep = self.connection.execute, self.directory is not None
         (group_id,) = execute("SELECT coalesce(max(id), 0) FROM groups").fetchone()
-        group_rows, sample_rows = [], []
+        group_rows, sample_rows, blank = [], [], checksum_of(BLANK_STATE)
         for group in groups:
             group_id += 1
             prompt, params = group.samples[0].prompt_ids, group.samples[0].params
@@ -148,13 +149,13 @@ class Database(SqliteFile):
             group_rows.append((group_id, *record, checksum_of(record)))
             for sample in group.samples:
                 identity = identity_of(sample, prompt, params) if keep else (sample.id, sample.index, 0, None, None)
-                sample_rows.append((group_id, *identity, checksum_of(identity)))
+                sample_rows.append((group_id, *identity, checksum_of(identity), *BLANK_STATE, blank))
         self.connection.executemany(
             "INSERT INTO groups (id, name, prompt, params, task, checksum) VALUES (?, ?, ?, ?, ?, ?)", group_rows
         )
         self.connection.executemany(
-            f"INSERT INTO samples (group_id, {', '.join(IDENTITY)}, identity, status, num_tokens, segments, running,"
-            " checksum, line) VALUES (?, ?, ?, ?, ?, ?, ?, 'waiting', 0, '[]', 0.0, 0, 'pending')",
+            f"INSERT INTO samples (group_id, {', '.join(IDENTITY)}, identity, {', '.join(STATE)}, checksum, line)"
+            f" VALUES ({', '.join('?' * (len(IDENTITY) + len(STATE) + 3))}, 'pending')",
             sample_rows,
         )
 
@@ -383,11 +384,10 @@ class Database(SqliteFile):
                 problems += [damage.found for damage in damages]
                 problems += [f"group {group.id} has no samples" for group in groups if not group.samples]
             ledger, counted = self.ledger(), self.counted()
-            on_ledger: dict[str, int] = {"pending": ledger.pending, **ledger.lines}
-            for line, tokens in on_ledger.items():
+            for line, tokens in ledger.places.items():
                 if tokens != counted.get(line, 0):
                     problems.append(f"ledger: {line} says {tokens}, the samples say {counted.get(line, 0)}")
-            for line in sorted(counted.keys() - on_ledger.keys()):
+            for line in sorted(counted.keys() - ledger.places.keys()):
                 problems.append(f"ledger: no line is called {line!r}, but samples stand on it")
             settled = "SELECT s.name FROM samples s JOIN groups g ON g.id = s.group_id WHERE"
             for condition, what in (

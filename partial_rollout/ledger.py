@@ -32,9 +32,9 @@ def line_of(sample: Sample) -> Line:
     return "repetition" if sample.finish_reason == "repetition" else "trained"
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Ledger:
-    """Counts of tokens. Owned by the store, which alone changes it."""
+    """Counts of tokens, as read from a store."""
 
     generated: int = 0
     lines: dict[Line, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(LINES, 0))
@@ -45,12 +45,18 @@ class Ledger:
         return self.generated - sum(self.lines.values())
 
     @property
+    def places(self) -> dict[str, int]:
+        """Tokens by line, pending among them: together they are what was generated."""
+        counts: dict[str, int] = {"pending": self.pending}
+        counts.update({line: self.lines[line] for line in LINES})
+        return counts
+
+    @property
     def wasted(self) -> int:
         return sum(self.lines[line] for line in WASTED)
 
     def as_dict(self) -> dict[str, int]:
         """All of it, by name, for reports."""
-        counts: dict[str, int] = {"generated": self.generated, "pending": self.pending}
-        counts.update({line: self.lines[line] for line in LINES})
+        counts = {"generated": self.generated, **self.places}
         counts.update({name: self.beside[name] for name in BESIDE})
         return counts

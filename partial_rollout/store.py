@@ -248,8 +248,7 @@ class SampleStore:
     def check_balance(self) -> None:
         """AssertionError unless every generated token stands in exactly one line. At any moment."""
         ledger, counted, saved = self.ledger, self._database.counted(), self._database.num_saved()
-        on_ledger: dict[str, int] = {"pending": ledger.pending, **ledger.lines}
-        for line, tokens in on_ledger.items():
+        for line, tokens in ledger.places.items():
             assert counted.get(line, 0) == tokens, (line, counted, ledger)
         assert sum(saved.values()) == ledger.pending, (sum(saved.values()), ledger)
         samples = {s.id: s for group in self._groups.values() for s in group.samples}
