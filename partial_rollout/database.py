@@ -23,6 +23,7 @@ from longtail.errors import StoreCorrupt, StoreError
 from longtail.partial_rollout.ledger import BESIDE, LINES, Ledger, Line
 from longtail.partial_rollout.records import (
     BLANK_STATE,
+    ID_BYTES,
     IDENTITY,
     STATE,
     Damage,
@@ -36,7 +37,6 @@ from longtail.partial_rollout.records import (
     restore,
     state_of,
     task_json,
-    unpack_floats,
     unpack_ids,
 )
 from longtail.partial_rollout.sqlite_file import Schema, SqliteFile
@@ -346,25 +346,37 @@ class Database(SqliteFile):
                 prompt, params, whole = prompts[group]
                 whole = whole and checksum_of(record[: len(IDENTITY)]) == identity
                 readable = whole, checksum_of(record[len(IDENTITY) :]) == checksum
-                output = outputs.get(row) or ([], [])
+                output = outputs.get(row) or (b"", b"")
                 sample, damage = restore(row, record, readable, groups[group].id, prompt, params, output)
                 groups[group].samples.append(sample)
                 if damage is not None:
                     damages.append(damage)
         return list(groups.values()), damages
 
-    def _outputs(self, where: str, values: Sequence[Any]) -> dict[int, tuple[list[int], list[float]]]:
-        """Output ids and log-probabilities by row of the sample, up to the first chunk that is missing or damaged."""
-        outputs: dict[int, tuple[list[int], list[float]]] = {}
+    def _outputs(self, where: str, values: Sequence[Any]) -> dict[int, tuple[bytes, bytes]]:
+        """Packed output ids and log-probabilities by row of the sample, up to the first chunk that is missing or
+        damaged."""
+        outputs: dict[int, tuple[bytes, bytes]] = {}
+        more: dict[int, tuple[list[bytes], list[bytes], int]] = {}
         query = (
             "SELECT c.sample_id, c.start, c.tokens, c.logprobs, c.checksum FROM groups g JOIN samples s"
             f" ON s.group_id = g.id JOIN chunks c ON c.sample_id = s.id WHERE {where} ORDER BY g.id, s.id, c.start"
         )
         for row, start, tokens, logprobs, checksum in self.connection.execute(query, values):
-            ids, floats = outputs.setdefault(row, ([], []))
-            if start == len(ids) and checksum_of_bytes(tokens, logprobs) == checksum:
-                ids += unpack_ids(tokens)
-                floats += unpack_floats(logprobs)
+            if checksum_of_bytes(tokens, logprobs) != checksum:
+                continue
+            if start == 0:
+                outputs[row] = tokens, logprobs
+            elif row in outputs:
+                first, _ = outputs[row]
+                parts = more.setdefault(row, ([], [], len(first) // ID_BYTES))
+                if start == parts[2]:
+                    parts[0].append(tokens)
+                    parts[1].append(logprobs)
+                    more[row] = (*parts[:2], start + len(tokens) // ID_BYTES)
+        for row, (tokens, logprobs, _) in more.items():
+            first, second = outputs[row]
+            outputs[row] = b"".join([first, *tokens]), b"".join([second, *logprobs])
         return outputs
 
     # -- checks --------------------------------------------------------------------------------------------------------
@@ -383,6 +395,11 @@ class Database(SqliteFile):
                 groups, damages = self.load(some)
                 problems += [damage.found for damage in damages]
                 problems += [f"group {group.id} has no samples" for group in groups if not group.samples]
+                for sample in (s for group in groups for s in group.samples):
+                    try:
+                        sample.check_integrity()
+                    except AssertionError as error:
+                        problems.append(f"sample {sample.id}: versions or segments do not fit its tokens ({error})")
             ledger, counted = self.ledger(), self.counted()
             for line, tokens in ledger.places.items():
                 if tokens != counted.get(line, 0):

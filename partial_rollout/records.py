@@ -33,6 +33,7 @@ STATE = (
 """Columns of a sample that change while it is made."""
 
 
+ID_BYTES, FLOAT_BYTES = 4, 8
 BLANK_STATE = ("waiting", None, None, None, 0, "[]", None, None, None, 0.0, None)
 
 
@@ -50,6 +51,33 @@ class Damage:
     """What this means for the sample."""
 
 
+class _Stored(Sample):
+    """Unpacks its tokens when somebody first looks at them, so that a store of many samples opens soon and stays small
+    in memory. From then on it is like any sample."""
+
+    __slots__ = ("_packed",)
+    _packed: tuple[bytes, bytes, str]
+
+    def __getattr__(self, name: str) -> Any:  # asked only for what is not set
+        if name not in ("output_ids", "logprobs", "versions", "segments"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        tokens, logprobs, text = self._packed
+        ids = unpack_ids(tokens)
+        segments, versions = [], []
+        for start, end, version, engine, kv in json.loads(text):
+            if start < (end := min(end, len(ids))):  # segments end where the readable output ends
+                segments.append(Segment(start, end, PolicyVersion(version), engine, kv))
+                versions += [PolicyVersion(version)] * (end - start)
+        unpacked = {"output_ids": ids, "logprobs": unpack_floats(logprobs), "versions": versions, "segments": segments}
+        for field, value in unpacked.items():
+            try:
+                object.__getattribute__(self, field)  # set by somebody
+            except AttributeError:
+                setattr(self, field, value)
+        self._packed = b"", b"", "[]"
+        return object.__getattribute__(self, name)
+
+
 def restore(
     row: int,
     record: Sequence[Any],
@@ -57,36 +85,49 @@ def restore(
     group_id: str,
     prompt: tuple[int, ...],
     params: SamplingParams,
-    output: tuple[list[int], list[float]],
+    output: tuple[bytes, bytes],
 ) -> tuple[Sample, Damage | None]:
-    """The sample from what is readable of it.
+    """The sample from what is readable of it. Built without the checks of its constructor: what is read was checked
+    when it was submitted.
 
     record: values of IDENTITY and STATE. readable: whether its prompt and parameters are as they were, and its state.
-    output: tokens and log-probabilities up to the first that is damaged."""
+    output: tokens and log-probabilities up to the first that is damaged, packed."""
     identity, state = record[: len(IDENTITY)], record[len(IDENTITY) :]
-    who, lost = f"sample {identity[0]}", 0
+    who, kept, lost = f"sample {identity[0]}", len(output[0]) // ID_BYTES, 0
     damage: tuple[str, str] | None = None
     if not readable[1]:
-        lost = len(output[0])
-        state, output = BLANK_STATE, ([], [])
+        lost, kept = kept, 0
+        state, output = BLANK_STATE, (b"", b"")
         damage = f"{who}: its record is damaged", "it starts again"
-    elif len(output[0]) != state[4]:
-        kept = min(len(output[0]), state[4])
+    elif kept != state[4]:
+        kept = min(kept, state[4])
         lost = state[4] - kept
-        output = output[0][:kept], output[1][:kept]
+        output = output[0][: kept * ID_BYTES], output[1][: kept * FLOAT_BYTES]
         damage = f"{who}: output tokens {kept} to {state[4] - 1} are damaged", f"it continues from token {kept}"
     if not readable[0]:
         identity = (*identity[:3], None, None)
         prompt, params = (), SamplingParams()
         damage = f"{who}: its prompt or its parameters are damaged", "it cannot go on, and counts as failed"
-    sample = sample_of(identity, state, group_id, prompt, params, output)
-    if damage is None:
-        return sample, None
-    unfinish(sample)
+    sample = _Stored.__new__(_Stored)
+    sample.id, sample.index, seed, own_prompt, own_params = identity
+    sample.status, sample.finish_reason, stop_reason, sample.failure, _, segments, *timings, reward = state
+    sample.group_id = group_id
+    sample.prompt_ids = prompt if own_prompt is None else tuple(unpack_ids(own_prompt))
+    sample.params = params if own_params is None else params_of(own_params)
+    sample.seed = seed % 2**64
+    sample.stop_reason = None if stop_reason is None else json.loads(stop_reason)
+    sample._packed = (*output, segments)
+    sample.timings = Timings(*timings)
+    sample.reward = None if reward is None else float(reward)
+    sample.snapshot = None
+    if damage is not None:  # from the tokens that are left it goes on to the same end: they are all its state
+        sample.finish_reason = sample.stop_reason = sample.failure = sample.timings.finished = None
+    if damage is not None or not sample.is_done:  # nobody runs it now
+        sample.status = "paused" if kept else "waiting"
     if not readable[0]:
         sample.status, sample.finish_reason = "failed", "error"
         sample.failure = "reading it from disk: its prompt or its parameters were damaged"
-    return sample, Damage(sample, row, lost, *damage)
+    return sample, None if damage is None else Damage(sample, row, lost, *damage)
 
 
 def identity_of(sample: Sample, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Any, ...]:
@@ -112,49 +153,6 @@ def state_of(sample: Sample) -> tuple[Any, ...]:
         t.running,
         None if sample.reward is None else _storable(float(sample.reward)),
     )
-
-
-def sample_of(
-    identity: Sequence[Any],
-    state: Sequence[Any],
-    group_id: str,
-    prompt: tuple[int, ...],
-    params: SamplingParams,
-    output: tuple[list[int], list[float]],
-) -> Sample:
-    """From the values of IDENTITY and STATE, and the output as far as it is readable. Segments end where it ends.
-
-    Built without the checks of the constructor: what is read was checked when it was submitted."""
-    sample = Sample.__new__(Sample)
-    sample.id, sample.index, seed, own_prompt, own_params = identity
-    sample.status, sample.finish_reason, stop_reason, sample.failure, _, segments, *timings, reward = state
-    sample.group_id = group_id
-    sample.prompt_ids = prompt if own_prompt is None else tuple(unpack_ids(own_prompt))
-    sample.params = params if own_params is None else params_of(own_params)
-    sample.seed = seed % 2**64
-    sample.stop_reason = None if stop_reason is None else json.loads(stop_reason)
-    sample.output_ids, sample.logprobs = output
-    sample.segments, sample.versions = [], []
-    length = len(sample.output_ids)
-    for start, end, version, engine, kv in () if segments == "[]" else json.loads(segments):
-        end = min(end, length)
-        if start < end:
-            sample.segments.append(Segment(start, end, PolicyVersion(version), engine, kv))
-            sample.versions += [PolicyVersion(version)] * (end - start)
-    sample.timings = Timings(*timings)
-    sample.reward = None if reward is None else float(reward)
-    sample.snapshot = None
-    if not sample.is_done:  # nobody runs it now
-        sample.status = "paused" if sample.output_ids else "waiting"
-    return sample
-
-
-def unfinish(sample: Sample) -> None:
-    """A sample whose later tokens are damaged goes on from those before, to the same end: what follows a token is a
-    function of it."""
-    sample.status = "paused" if sample.output_ids else "waiting"
-    sample.finish_reason = sample.stop_reason = sample.failure = sample.snapshot = None
-    sample.timings.finished = None
 
 
 def checksum_of(values: Sequence[Any]) -> int:
