@@ -43,7 +43,9 @@ class NativeEngine:
     """Runs `transformers` decoders on the CPU in float32.
 
     model: a directory, a hub id, or a model object (copied, never changed). tokenizer: needed for stop strings only;
-    loaded from the model's directory when the first sample asks for one. Settings: see `NativeConfig`.
+    loaded from the model's directory when the first sample asks for one. version: of the model's weights; a trainer
+    that comes back with weights of version k says so, or samples that version k made are refused. Settings: see
+    `NativeConfig`.
     Thread-safe: calls wait for the step in flight.
     """
 
@@ -53,11 +55,14 @@ class NativeEngine:
         *,
         tokenizer: Any = None,
         name: str = "native",
+        version: int = 0,
         listener: Listener = ignore,
         clock: Callable[[], float] = time.perf_counter,
         **settings: Any,
     ) -> None:
         check_known_fields(NativeConfig, settings)
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise ValueError(f"version must be an integer of at least 0, not {version!r}")
         self.config = config = NativeConfig(**settings)
         self.name = name
         self.listener = listener
@@ -102,7 +107,7 @@ class NativeEngine:
             on_preempt=self._preempt,
         )
         self.sampler = Sampler(spec.eos_token_ids, config.logprobs_mode == "raw")
-        self._version = PolicyVersion(0)
+        self._version = PolicyVersion(version)
         self._sequences: dict[str, Sequence] = {}
         self._lock = threading.RLock()
         self._queue: deque[Event] = deque()
