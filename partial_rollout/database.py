@@ -238,10 +238,9 @@ class Database(SqliteFile):
 
     def _empty_group(self, row: int) -> None:
         """Empties the record of a sample's group if it is damaged."""
-        query = (
-            "SELECT g.id, checksum, g.name, g.prompt, g.params, task FROM groups g JOIN samples s ON s.group_id = g.id"
-        )
-        group, checksum, *record = self.connection.execute(f"{query} WHERE s.id = ?", (row,)).fetchone()
+        query = "SELECT id, checksum, name, prompt, params, task FROM groups WHERE id ="
+        query += " (SELECT group_id FROM samples WHERE id = ?)"
+        group, checksum, *record = self.connection.execute(query, (row,)).fetchone()
         if checksum_of(record) != checksum:
             empty = (record[0], b"", "{}", "null")
             columns = "name = ?, prompt = ?, params = ?, task = ?, checksum = ?"

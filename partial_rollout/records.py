@@ -105,7 +105,7 @@ def restore(
         output = output[0][: kept * ID_BYTES], output[1][: kept * FLOAT_BYTES]
         damage = f"{who}: output tokens {kept} to {state[4] - 1} are damaged", f"it continues from token {kept}"
     if not readable[0]:
-        identity = (*identity[:3], None, None)
+        identity = (*identity[:2], 0, None, None)
         prompt, params = (), SamplingParams()
         damage = f"{who}: its prompt or its parameters are damaged", "it cannot go on, and counts as failed"
     sample = _Stored.__new__(_Stored)

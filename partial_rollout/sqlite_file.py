@@ -27,6 +27,8 @@ LOCK = "lock"
 PAGE_BYTES = 1 << 14
 """Several samples to a page: with SQLite's 4 KiB, a sample of 200 tokens would leave a page nearly half empty."""
 CACHE_BYTES = 32 << 20
+LOG_BYTES = 4 << 20
+"""From this size on the log is written back into the file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class SqliteFile:
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA foreign_keys = ON")
         execute(f"PRAGMA cache_size = {-CACHE_BYTES // 1024}")
+        execute(f"PRAGMA wal_autocheckpoint = {LOG_BYTES // PAGE_BYTES}")
         if fresh:
             with self.transaction(durable=True):
                 schema.create(self.connection)
