@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from longtail.bench import store_cli
 from longtail.bench.machine import quiet_threads
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(invoke_without_command=True)
 app.add_typer(bench, name="bench")
+app.add_typer(store_cli.app, name="store")
 console = Console(stderr=True)
 
 

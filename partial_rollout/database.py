@@ -45,6 +45,7 @@ from longtail.sampling_params import SamplingParams
 
 SCHEMA_VERSION = 1
 APPLICATION = 0x6C746C73  # "ltls"
+PRUNABLE = "(delivery = 0 OR delivery IN (SELECT number FROM deliveries WHERE number <= ?))"
 CHECK_AT_ONCE = 1000
 """Groups in memory at once during a check."""
 UNREADABLE: tuple[tuple[int, ...], SamplingParams, bool] = ((), SamplingParams(), False)
@@ -252,8 +253,7 @@ class Database(SqliteFile):
     def prune(self, last: int) -> int:
         """Removes what deliveries up to number `last`, and what was thrown away, held. Names and counts stay.
         -> groups pruned."""
-        which = "delivery = 0 OR delivery IN (SELECT number FROM deliveries WHERE number <= ?)"
-        gone = self.query(f"SELECT id FROM groups WHERE {which}", (last,))
+        gone = self.query(f"SELECT id FROM groups WHERE {PRUNABLE}", (last,))
         execute = self.connection.executemany
         execute("DELETE FROM chunks WHERE sample_id IN (SELECT id FROM samples WHERE group_id = ?)", gone)
         execute("UPDATE samples SET prompt = NULL, params = NULL, segments = '[]' WHERE group_id = ?", gone)
@@ -284,6 +284,12 @@ class Database(SqliteFile):
 
     def last_pruned(self) -> int:
         return int(self.meta("pruned") or 0)
+
+    def prunable(self, last: int) -> tuple[int, int]:
+        """Groups that `prune` would empty, and their tokens."""
+        query = "SELECT count(DISTINCT g.id), coalesce(sum(s.num_tokens), 0) FROM groups g JOIN samples s"
+        groups, tokens = self.query(f"{query} ON s.group_id = g.id WHERE {PRUNABLE}", (last,))[0]
+        return groups, tokens
 
     def ledger(self) -> Ledger:
         tokens = dict(self.query("SELECT name, tokens FROM ledger"))

@@ -25,11 +25,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.directory = Path(self.folder.name) / "store" if self.folder else None
         self.store = SampleStore(self.directory)
         self.named = 0
-        self.lines: Counter[str] = Counter()
         self.line_of: dict[str, str] = {}
         self.settled_tokens: dict[str, int] = {}
         self.beside = 0
-        self.uncommitted_beside = 0
         self.damaged = 0
         self.delivered: dict[int, dict] = {}
         self.pruned = 0
@@ -79,7 +77,7 @@ class StoreMachine(RuleBasedStateMachine):
         for sample in (s for g in groups for s in g.samples):
             self.settle_in_model(sample, line_of(sample))
 
-    @precondition(lambda self: len(self.store))
+    @precondition(lambda self: len(self.store) > 0)
     @rule(data=st.data(), line=st.sampled_from(WASTED))
     def discard(self, data: st.DataObject, line: Line) -> None:
         group = data.draw(st.sampled_from(list(self.store)))
@@ -136,7 +134,6 @@ class StoreMachine(RuleBasedStateMachine):
                     length = len(mine["output_ids"])  # type: ignore[arg-type]
                     assert mine["output_ids"] == theirs["output_ids"][:length]  # type: ignore[index]
         else:
-            watched = set(self.store._watched)
             self.store.close()
             self.store = SampleStore(self.directory)
             for name, samples in records(list(self.store)).items():
