@@ -41,7 +41,7 @@ def list_store(
         f" {found['bytes'] / 1e6:,.1f} MB; iteration {found['iteration']}, last delivery {found['last_delivery']}"
         + (f" (pruned up to {found['pruned_up_to']})" if found["pruned_up_to"] else "")
     )
-    rows = [
+    rows: list[Sequence[Any]] = [
         (g["group"], f"{g['done']} / {g['samples']}", g["failed"], f"{g['tokens']:,}", _range(g["staleness"]))
         for g in found["open"]
     ]
@@ -63,7 +63,7 @@ def show(
     from longtail.partial_rollout.store_view import details
 
     with _reading(directory) as database:
-        found = database.ledger().as_dict() if name is None else details(database, name)
+        found: dict[str, Any] | None = database.ledger().as_dict() if name is None else details(database, name)
     if found is None:
         raise ValueError(f"{directory} has no sample or group {name!r}; `longtail store ls {directory}` lists groups")
     if as_json:

@@ -65,7 +65,7 @@ def _open_groups(database: Database, newest: int) -> list[dict[str, Any]]:
 def _deliveries(database: Database) -> list[dict[str, Any]]:
     query = (
         "SELECT d.number, d.iteration, d.time, count(DISTINCT g.id), count(*), sum(s.num_tokens) FROM deliveries d"
-        " JOIN groups g ON g.delivery = d.number JOIN samples s ON s.group_id = g.id GROUP BY d.number ORDER BY d.number"
+        " JOIN groups g ON g.delivery = d.number JOIN samples s ON s.group_id = g.id GROUP BY d.number ORDER BY 1"
     )
     names = ("number", "iteration", "time", "groups", "samples", "tokens")
     return [dict(zip(names, row, strict=True)) for row in database.query(query)]

@@ -24,6 +24,6 @@ def test_a_row_for_each_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(StoreBenchConfig)])
 def test_config_names_the_field(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} must be at least 1"):
-        StoreBenchConfig(**{field: (3, 0) if field == "sizes" else 0})
+        StoreBenchConfig(**{field: (3, 0) if field == "sizes" else 0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sizes is empty"):
         StoreBenchConfig(sizes=())
