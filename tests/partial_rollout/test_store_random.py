@@ -165,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def check(self) -> None:
         self.store.check_integrity()
-        lines = Counter(dict.fromkeys(LINES, 0))
+        lines: dict[str, int] = dict.fromkeys(LINES, 0)
         for sample_id, line in self.line_of.items():
             lines[line] += self.settled_tokens[sample_id]
         lines["failed"] += self.damaged
