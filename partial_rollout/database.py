@@ -201,12 +201,15 @@ class Database(SqliteFile):
             number = int(self.connection.execute(insert, (iteration, time.time())).lastrowid or 0)
         names = [(number, group.id) for group in groups]
         self.connection.executemany("UPDATE groups SET delivery = ? WHERE name = ?", names)
-        settled, tokens = [], dict.fromkeys(LINES, 0)
+        settled, tokens = [], dict.fromkeys(("pending", *LINES), 0)
         for group in groups:
             for sample in group.samples:
-                line = lines[sample.id]
+                length, line = len(sample.output_ids), lines[sample.id]
                 settled.append((line, sample.id))
-                tokens[line] += len(sample.output_ids)
+                (before,) = self.connection.execute("SELECT line FROM samples WHERE name = ?", (sample.id,)).fetchone()
+                tokens[before] -= length  # not pending if an interrupt came right after this had been written
+                tokens[line] += length
+        del tokens["pending"]  # what stands on no other line
         self.connection.executemany("UPDATE samples SET line = ?, snapshot = NULL WHERE name = ?", settled)
         self.count(tokens)
         return number

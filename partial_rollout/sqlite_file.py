@@ -191,7 +191,9 @@ class SqliteFile:
                 self._unlock = None
 
     def _forked(self) -> None:
-        """In a child process: the lock and the connection are the parent's."""
+        """In a child process: the lock and the connection are the parent's. Memory is its own."""
+        if self.directory is None:
+            return
         if self._unlock is not None:
             self._unlock()
             self._unlock = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -224,6 +226,39 @@ def test_only_complete_groups_of_the_store_leave(where: Where) -> None:
         store.watch([a.samples[0]])
         assert store.hand_over([]) == 0 and store.last_delivery == 1 and store.iteration == 2
         store.check_balance()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before it is written", "after it is written"])
+def test_an_interrupt_leaves_nothing_half_done(where: Where, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control-C in the middle of each call, which is then repeated."""
+
+    @contextlib.contextmanager
+    def interrupted(*, durable: bool) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(transaction(durable=durable))
+            yield
+            if late:
+                stack.close()
+            raise KeyboardInterrupt
+
+    with SampleStore(where) as store:
+        transaction = store._database.transaction
+        store.add([make("a"), make("b")])
+        a, b = store
+        finish(a.samples[0], 5)
+        grow(b.samples[0], 4)
+        store.watch([*a.samples, *b.samples])
+        calls = (store.commit, lambda: store.hand_over([a]), lambda: store.settle(["a/0"], "stale"))
+        for call in (*calls, lambda: store.discard([b], "surplus"), lambda: store.prune(0)):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(store._database, "transaction", interrupted)
+                call()
+            call()
+            store.check_integrity()
+        assert store.ledger.places == dict.fromkeys(LINES, 0) | {"pending": 0, "stale": 5, "surplus": 4}
+        if where is not None:
+            assert [g.id for d in store.deliveries(after=0) for g in d.groups] == ["a"]
+            assert store._database.check() == []
 
 
 def deliver(store: SampleStore, *names: str) -> int:

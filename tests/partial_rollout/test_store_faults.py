@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -386,6 +388,33 @@ def test_a_reader_sees_one_moment_beside_a_writer(tmp_path: Path) -> None:
         assert reader.check() == [] and len(calls) > 5
         reader.close()
         assert store._database.check() == []
+
+
+def test_a_reader_sees_what_a_killed_writer_left(tmp_path: Path) -> None:
+    with SampleStore(tmp_path / "live") as store:
+        store.add([make("a")])
+        (tmp_path / "copy").mkdir()
+        for name in (FILE, f"{FILE}-wal"):  # as after a restart of the machine, without the shared index
+            shutil.copy(tmp_path / "live" / name, tmp_path / "copy")
+    before = contents(tmp_path / "copy")
+    reader = Database(tmp_path / "copy", read_only=True)
+    assert [g.id for g in reader.open_groups()[0]] == ["a"] and reader.check() == []
+    reader.close()
+    assert contents(tmp_path / "copy") == before
+
+
+def test_a_child_has_its_own_copy_of_a_store_in_memory() -> None:
+    with SampleStore() as store:
+        store.add([make("a")])
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                store.add([make("b")])
+                code = 0 if len(store) == 2 else 1
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(store) == 1 and "b" not in store
 
 
 def test_a_reader_changes_nothing(stored: Path) -> None:
