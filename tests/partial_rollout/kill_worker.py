@@ -1,7 +1,8 @@
 """Runs rollouts on a tiny model in child processes and kills them. A program: kill_worker.py DIRECTORY KILLS SEED.
 
 The engine is built once; each child is a fork of this process, which itself never runs the engine. Half of the kills
-come at a random time, half from inside the database, at a random statement. Prints a JSON line with what was seen.
+come at a random time, half from inside the database: at a random statement, or at a random one after the beginning of
+a hand-over. Prints a JSON line with what was seen.
 """
 
 from __future__ import annotations
@@ -52,15 +53,22 @@ def record(groups: list[Group]) -> dict[str, list]:
     return {g.id: [[s.output_ids, [x.hex() for x in s.logprobs]] for s in g.samples] for g in groups}
 
 
-def work(engine: NativeEngine, directory: Path, log: Path, kill_at: int | None) -> None:
-    """The trainer's side: submits, collects, and writes down what it got, one line a delivery."""
+def work(engine: NativeEngine, directory: Path, log: Path, kill_at: tuple[int, int] | None) -> None:
+    """The trainer's side: submits, collects, and writes down what it got, one line a delivery.
+
+    kill_at: hand-overs that begin before the count of statements does, and that count."""
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     with SampleStore(directory / "store", commit_every=0.0) as store, log.open("a") as out:
         if kill_at is not None:
-            left = iter(range(kill_at, -1, -1))
+            hand_overs, statements = kill_at
 
-            def count_down(_: str) -> None:
-                if next(left) == 0:
+            def count_down(statement: str) -> None:
+                nonlocal hand_overs, statements
+                if hand_overs:
+                    hand_overs -= statement.startswith("INSERT INTO deliveries")
+                elif statements:
+                    statements -= 1
+                else:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             store._database.connection.set_trace_callback(count_down)
@@ -121,11 +129,12 @@ def main(root: Path, kills: int, seed: int) -> None:
         log = directory / "log"
         while True:
             by_statement = rng.random() < 0.5
-            kill_at = int(10 ** rng.uniform(0, 3)) if by_statement else None
+            in_hand_over = by_statement and rng.random() < 0.5
+            kill_at = (1, rng.randrange(20)) if in_hand_over else (0, int(10 ** rng.uniform(0, 3)))
             child = os.fork()
             if child == 0:
                 try:
-                    work(engine, directory, log, kill_at)
+                    work(engine, directory, log, kill_at if by_statement else None)
                 except BaseException as error:
                     print(repr(error), file=sys.stderr, flush=True)
                     os._exit(1)
@@ -137,6 +146,7 @@ def main(root: Path, kills: int, seed: int) -> None:
             if os.WIFSIGNALED(status):
                 found["kills"] += 1
                 found["kills inside the database"] += by_statement
+                found["kills in or after a hand-over"] += in_hand_over
                 torn = log.exists() and not log.read_text().endswith("\n") and log.stat().st_size
                 if torn:  # the trainer's own file: its last line is not whole, so it has not seen that delivery
                     text = log.read_text()

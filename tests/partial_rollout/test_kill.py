@@ -31,5 +31,6 @@ def test_two_hundred_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         print(f"\n{', '.join(f'{name}: {number}' for name, number in found.items())}")
     assert found["kills"] >= 200
     assert min(found["kills inside the database"], found["kills"] - found["kills inside the database"]) >= 60
+    assert found["kills in or after a hand-over"] >= 30
     for event in ("samples resumable", "samples finished", "stores with pending tokens", "groups delivered"):
         assert found[event] >= 20, found
