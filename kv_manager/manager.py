@@ -14,9 +14,13 @@ from collections.abc import Iterable
 
 import torch
 
+from longtail.errors import SnapshotMismatch
 from longtail.kernels.kv import copy_blocks, empty_kv, gather_blocks, scatter_blocks
 from longtail.kv_manager.block_pool import BlockHash, BlockPool, chain_hash, root_hash
+from longtail.kv_manager.encoding import Encoding, decode, encode, encoded_bytes
 from longtail.kv_manager.snapshot import Snapshot, token_digest
+from longtail.kv_manager.snapshot_file import PartHeader
+from longtail.kv_manager.tiers import Part, Tiers
 from longtail.sequence import Sequence
 from longtail.version import Fingerprint
 
@@ -25,6 +29,7 @@ class KVManager:
     """Owns the cache tensor, the pool and every block table. Exhausted memory is a returned False, never an exception.
 
     prefix_caching: find computed prefixes of other sequences (the prompt of a group is computed once).
+    tiers: where saved KV goes; encoding: how (`kv_manager/encoding.py`).
     """
 
     def __init__(
@@ -37,7 +42,11 @@ class KVManager:
         head_dim: int,
         fingerprint: Fingerprint,
         prefix_caching: bool = True,
+        tiers: Tiers | None = None,
+        encoding: Encoding = "exact",
     ) -> None:
+        self.tiers = Tiers() if tiers is None else tiers
+        self.encoding: Encoding = encoding
         self.block_size = block_size
         self.layout = (layers, kv_heads, block_size, head_dim)
         self.kv = empty_kv(num_blocks, layers, kv_heads, block_size, head_dim)
@@ -137,31 +146,84 @@ class KVManager:
         seq.num_computed_tokens = 0
         del self._hashes[seq], self._made_by[seq]
 
-    def save(self, seq: Sequence) -> Snapshot | None:
-        """A host copy of the computed KV; None if nothing is computed."""
+    def save(self, seq: Sequence, *, wait: bool = True) -> Snapshot | None:
+        """A copy of the computed KV in the lower tiers. The samples of a group share the part that holds the full
+        blocks of their prompt. None if nothing is computed, or if there is no room (wait: for writes to make some)."""
         n = seq.num_computed_tokens
         if n == 0:
             return None
-        data = gather_blocks(self.kv, seq.block_table[: -(-n // self.block_size)])
+        total = -(-n // self.block_size)
+        shared = min(len(seq.sample.prompt_ids), n) // self.block_size
+        if self._made_by[seq] != self.fingerprint:  # siblings' KV may be another mixture of weights
+            shared = 0
+        parts = []
+        for first, last in ((0, shared), (shared, total)):
+            if first < last:
+                part = self._save_part(seq, first, last, shared=last == shared, wait=wait)
+                if part is None:
+                    return None
+                parts.append(part)
         digest = token_digest(seq.token_ids[:n])
-        return Snapshot(seq.sample.id, self._made_by[seq], self.layout, n, digest, data)
+        return Snapshot(seq.sample.id, self._made_by[seq], self.layout, n, digest, tuple(parts))
+
+    def _save_part(self, seq: Sequence, first: int, last: int, *, shared: bool, wait: bool) -> Part | None:
+        header = self._header(seq, first, last, min(last * self.block_size, seq.num_computed_tokens))
+        blocks, cap = seq.block_table[first:last], seq.sample.params.max_tokens
+        remaining = max(cap - len(seq.sample.output_ids), 0) if cap is not None else 1 << 30
+        nbytes = encoded_bytes(len(blocks), self.layout, self.encoding)
+
+        def copy() -> dict[str, torch.Tensor]:
+            return encode(gather_blocks(self.kv, blocks), self.layout, self.encoding)
+
+        return self.tiers.put(header, copy, nbytes, shared=shared, remaining=remaining, wait=wait)
+
+    def _header(self, seq: Sequence, first: int, last: int, num_tokens: int) -> PartHeader:
+        dtype = str(self.kv.dtype).removeprefix("torch.")
+        digest = token_digest(seq.token_ids[:num_tokens]).hex()
+        return PartHeader(self._made_by[seq], self.layout, dtype, first, last - first, digest, self.encoding)
 
     def restore(self, seq: Sequence, snapshot: Snapshot) -> bool:
         """Brings an attached sequence up to the snapshot's tokens; blocks it found by prefix are kept, not rewritten.
-        False, with nothing changed, if the pool is exhausted. SnapshotMismatch if it is not this sequence's."""
+        False, with nothing changed, if the pool is exhausted. SnapshotMismatch if it is not this sequence's, or if its
+        data are lost; then nothing is changed either."""
         snapshot.check(seq.sample.id, seq.token_ids, self.layout)
         if min(snapshot.num_tokens, seq.num_tokens - 1) <= seq.num_computed_tokens:  # a found tail is not rewritten
             return True
-        if not self.reserve(seq, snapshot.num_tokens):
-            return False
         first = seq.num_computed_tokens // self.block_size
         last = -(-snapshot.num_tokens // self.block_size)
-        scatter_blocks(self.kv, seq.block_table[first:last], snapshot.data[first:last])
+        loaded = []
+        for part in snapshot.parts:
+            start, stop = part.header.first_block, part.header.first_block + part.header.num_blocks
+            if first < stop and start < last:
+                low, high = max(first, start), min(last, stop)
+                loaded.append((low, high, decode(self.tiers.load(part), self.layout)[low - start : high - start]))
+        if sum(high - low for low, high, _ in loaded) != last - first:
+            raise SnapshotMismatch(f"snapshot of {snapshot.sample_id} does not cover its {snapshot.num_tokens} tokens")
+        if not self.reserve(seq, snapshot.num_tokens):
+            return False
+        for low, high, data in loaded:
+            scatter_blocks(self.kv, seq.block_table[low:high], data)
         seq.num_computed_tokens = snapshot.num_tokens
         if snapshot.fingerprint != self.fingerprint:
             self._made_by[seq] = _mixed(snapshot.fingerprint, self.fingerprint)
+        elif not snapshot.is_exact:
+            self._made_by[seq] = Fingerprint(f"{snapshot.fingerprint}~")  # no other sequence may find it
         self.commit(seq)
         return True
+
+    def saved_prompt(self, seq: Sequence) -> Snapshot | None:
+        """A snapshot of an attached sequence's prompt that a sibling left in the lower tiers, if it holds more than
+        the sequence found on the device."""
+        whole = len(seq.sample.prompt_ids) // self.block_size
+        blocks = min(whole, (seq.num_tokens - 1) // self.block_size)
+        if not self.prefix_caching or self.encoding != "exact" or blocks * self.block_size <= seq.num_computed_tokens:
+            return None
+        part = self.tiers.find(self._header(seq, 0, whole, whole * self.block_size))
+        if part is None:
+            return None
+        num_tokens = blocks * self.block_size
+        digest = token_digest(seq.token_ids[:num_tokens])
+        return Snapshot(seq.sample.id, self.fingerprint, self.layout, num_tokens, digest, (part,))
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """New weights: nothing made by the old ones is found from here on. Held sequences keep their blocks (the
