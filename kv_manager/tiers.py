@@ -4,32 +4,33 @@
                        <-restore-     <----prefetch----
 
 The unit is a *part*: a run of consecutive blocks of one sequence, never changed once it is made. The samples of a group
-share the part that holds their prompt. One thread writes and reads files, so that no step waits for a disk; a part that
-it is working on, and one that a sequence about to run needs (`pin`), is not evicted.
+share the part that holds their prompt. Two threads write and read files (reads do not queue behind writes), so that no
+step waits for a disk. A part in host memory may be evicted when it is whole on disk and nobody has pinned it.
 
 A part lives as long as somebody refers to it. Its file goes with it, unless it was *kept* for a later process
-(`Part.keep`), whose store then owns the file.
+(`Part.keep`), whose store then owns the file. Files of a process that was killed stay behind.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import os
+import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from longtail.errors import SnapshotCorrupt
-from longtail.kv_manager.snapshot_file import PartHeader, new_part_name, read_part, write_part
+from longtail.errors import SnapshotCorrupt, SnapshotMismatch
+from longtail.kv_manager.host_memory import HostMemory, footprint
+from longtail.kv_manager.snapshot_file import PartHeader, new_part_name, part_tensors, read_part, write_part
 
 Eviction = Literal["lru", "longest-remaining"]
-_clock = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class TierConfig:
 
     host_bytes: int | None = None
     """Host memory for saved KV; None: no limit."""
+    host_idle_bytes: int = 4 << 30
+    """Of this memory, what may stay allocated for the next save when nothing is saved in it."""
     disk: str | Path | None = None
     """Directory for what host memory has no room for, and for what is to outlive the process; None: no disk tier."""
     disk_bytes: int | None = None
@@ -46,288 +49,460 @@ class TierConfig:
     """What leaves host memory first: the least recently used, or the sample that may still grow longest."""
 
     def __post_init__(self) -> None:
-        for name in ("host_bytes", "disk_bytes"):
+        for name in ("host_bytes", "host_idle_bytes", "disk_bytes"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ValueError(f"{name} must be a number of bytes or None, not {value!r}")
+            if value is None and name != "host_idle_bytes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be a number of bytes, not {value!r}")
         if self.eviction not in ("lru", "longest-remaining"):
             raise ValueError(f'eviction must be "lru" or "longest-remaining", not {self.eviction!r}')
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Stored:
+    """The bytes of a part. Outlives the part while a thread works on it. Guarded by the lock of its `Tiers`."""
+
+    header: PartHeader
+    remaining: int
+    """Tokens that its sample may still make."""
+    tensors: dict[str, torch.Tensor] | None = None
+    file: Path | None = None
+    kept: bool = False
+    pins: int = 0
+    work: Literal["", "write", "read"] = ""
+    failure: str | None = None
+    dropped: bool = False
+
+    @property
+    def host_bytes(self) -> int:
+        return footprint(self.header.nbytes)
+
+    @property
+    def evictable(self) -> bool:
+        return self.tensors is not None and self.file is not None and not self.pins and not self.work
+
+
 class Part:
-    """A run of blocks in host memory, on disk, or both. Owned by its `Tiers`."""
+    """A run of saved blocks, in host memory, on disk, or both: what holds it there."""
 
-    __slots__ = (
-        "__weakref__",
-        "_finalizer",
-        "file",
-        "header",
-        "kept",
-        "nbytes",
-        "pins",
-        "remaining",
-        "tensors",
-        "used",
-        "work",
-    )
+    __slots__ = ("__weakref__", "_stored", "tiers")
 
-    def __init__(self, header: PartHeader, tensors: dict[str, torch.Tensor] | None, nbytes: int) -> None:
-        self.header = header
-        self.tensors = tensors
-        """In host memory; None: on disk only."""
-        self.nbytes = nbytes
-        self.file: Path | None = None
+    def __init__(self, tiers: Tiers, stored: _Stored) -> None:
+        self.tiers = tiers
+        """Whose it is; a snapshot may be restored by an engine with other tiers."""
+        self._stored = stored
+        weakref.finalize(self, tiers._dropped.put, stored).atexit = False
+
+    @property
+    def header(self) -> PartHeader:
+        return self._stored.header
+
+    @property
+    def nbytes(self) -> int:
+        return self._stored.header.nbytes
+
+    @property
+    def in_memory(self) -> bool:
+        return self._stored.tensors is not None
+
+    @property
+    def file(self) -> Path | None:
         """Set when it is whole on the disk."""
-        self.kept = False
-        self.pins = 0
-        self.remaining = 0
-        """Tokens that its sample may still make."""
-        self.used = next(_clock)
-        self.work: Future[None] | None = None
-        """The write or read in progress."""
-        self._finalizer: weakref.finalize[..., Part] | None = None
+        return self._stored.file
+
+    @property
+    def failure(self) -> str | None:
+        """Why it could not be written or read, in words."""
+        return self._stored.failure
 
     def keep(self) -> None:
         """The file is somebody else's to remove."""
-        self.kept = True
-        if self._finalizer is not None:
-            self._finalizer.detach()
+        with self.tiers._changed:
+            self._stored.kept = True
 
 
 class Tiers:
-    """Owns the parts' memory and files. Thread-safe."""
+    """Owns the parts' memory and files. Thread-safe; not for use in a forked child."""
 
     def __init__(self, config: TierConfig | None = None) -> None:
         self.config = config = TierConfig() if config is None else config
         self.directory = None if config.disk is None else Path(config.disk)
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
-        self.failures: list[str] = []
-        """What could not be written, read or found room for, in words."""
-        self._lock = threading.RLock()
-        self._parts: weakref.WeakSet[Part] = weakref.WeakSet()
-        self._shared: weakref.WeakValueDictionary[str, Part] = weakref.WeakValueDictionary()
-        self._executor: ThreadPoolExecutor | None = None
+        self.failures: deque[str] = deque(maxlen=100)
+        """The last ones of all parts: what could not be written, read or found room for, in words."""
+        self.changes = 0
+        """Grows whenever a write or a read has ended."""
+        self._changed = threading.Condition(threading.RLock())
+        self._memory = HostMemory()
+        self._host_used = self._disk_used = 0
+        self._working = {"write": 0, "read": 0}
+        self._stored: set[_Stored] = set()
+        self._resident: OrderedDict[_Stored, None] = OrderedDict()
+        """In host memory; the least recently used first."""
+        self._unsaved: OrderedDict[_Stored, None] = OrderedDict()
+        """To be written when the disk tier has room."""
+        self._found: weakref.WeakValueDictionary[PartHeader | Path, Part] = weakref.WeakValueDictionary()
+        self._dropped: queue.SimpleQueue[_Stored] = queue.SimpleQueue()
+        """Of parts that nobody refers to any more. The garbage collector may find them anywhere, also while this thread
+        holds a lock; this queue's `put` is safe there, and nothing else would be."""
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        weakref.finalize(self, _remove_files, self._stored, os.getpid())  # at the latest at the end of the process
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def put(
         self,
         header: PartHeader,
-        make: Callable[[], dict[str, torch.Tensor]],
-        nbytes: int,
+        fill: Callable[[Mapping[str, torch.Tensor]], None],
         *,
         shared: bool = False,
         remaining: int = 0,
         wait: bool = True,
     ) -> Part | None:
-        """Takes a part in; `make` copies its blocks to host memory and is called only if there is room. shared: if the
-        same part is here already, that one. wait: for room that a write in progress will make.
+        """Takes a part in; `fill` copies its blocks to the tensors it is given, and is called only if there is room.
+        shared: if the same part is here already, that one. wait: for room that a write in progress will make.
 
         None if there is no room: the caller goes on without."""
-        key = f"{header}"
-        with self._lock:
-            part = self._shared.get(key) if shared else None
-            if part is not None and (part.tensors is not None or part.file is not None):
-                part.used = next(_clock)
+        with self._changed:
+            self._settle()
+            part = self.find(header) if shared else None
+            if part is not None:
+                self._touch(part._stored)
+                part._stored.remaining = min(part._stored.remaining, remaining)  # whoever comes back first needs it
                 return part
-        if not self._make_room(nbytes, wait):
-            self._fail(f"no room in host memory for {nbytes} bytes of saved KV")
-            return None
-        part = Part(header, make(), nbytes)
-        part.remaining = remaining
-        with self._lock:
-            self._parts.add(part)
+            if not self._reserve(footprint(header.nbytes), wait):
+                self.failures.append(self.no_room(header.nbytes))
+                return None
+        stored = _Stored(header, remaining)
+        try:
+            stored.tensors = self._allocate(header)
+            fill(stored.tensors)
+        except BaseException:
+            with self._changed:
+                self._host_used -= stored.host_bytes
+            raise
+        with self._changed:
+            self._resident[stored] = None
+            part = self._add(stored)
             if shared:
-                self._shared[key] = part
-        if self.directory is not None:
-            self._write_behind(part)
+                self._found[header] = part
+            self._write_behind(stored)
         return part
 
-    def adopt(self, header: PartHeader, nbytes: int, file: Path) -> Part:
+    def adopt(self, header: PartHeader, file: Path) -> Part:
         """A part that an earlier process left on disk. Nothing is read before it is needed."""
-        with self._lock:
-            part = self._shared.get(str(file))
-            if part is None:
-                part = Part(header, None, nbytes)
-                part.file, part.kept = file, True
-                self._parts.add(part)
-                self._shared[str(file)] = part
+        with self._changed:
+            part = self._found.get(file)
+            if part is None or part.header != header:
+                stored = _Stored(header, 0, file=file, kept=True)
+                if file.is_symlink() or not file.is_file() or file.stat().st_size < header.nbytes:
+                    stored.file, stored.failure = None, f"{file}: is missing, or not as long as its record says"
+                else:
+                    self._disk_used += header.nbytes
+                part = self._found[file] = self._add(stored)
+                if not header.sample_id and self.find(header) is None:
+                    self._found[header] = part
             return part
 
     def find(self, header: PartHeader) -> Part | None:
-        """The shared part of this header, if it is here."""
-        with self._lock:
-            return self._shared.get(f"{header}")
+        """The shared part of this header, if it is here and not known to be lost."""
+        with self._changed:
+            part = self._found.get(header)
+            lost = part is not None and part._stored.tensors is None and part._stored.failure is not None
+            return None if lost else part
 
     def use_disk(self, directory: Path) -> None:
-        """The disk tier, where none was configured: a store's directory."""
-        if self.directory is None:
-            directory.mkdir(parents=True, exist_ok=True)
-            self.directory = directory
+        """The disk tier, where none was configured: a store's directory. What is in host memory is written too."""
+        with self._changed:
+            if self.directory is None:
+                directory.mkdir(parents=True, exist_ok=True)
+                self.directory = directory
+                for stored in self._resident:
+                    self._write_behind(stored)
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def pin(self, parts: Iterable[Part]) -> None:
-        """These are about to be needed: they come to host memory and stay until `unpin`. Does not wait."""
-        for part in parts:
-            with self._lock:
-                part.pins += 1
-                part.used = next(_clock)
-            self._read_ahead(part)
+    def prefetch(self, parts: Iterable[Part]) -> bool:
+        """Pins all of these and starts to read what is not in memory. False, with nothing done, if there is no room for
+        all of them now. Does not wait."""
+        wanted = list(dict.fromkeys(parts))
+        with self._changed:
+            self._settle()
+            for part in wanted:
+                part._stored.pins += 1  # first, so that none makes room for another
+            missing = [s for p in wanted if (s := p._stored).tensors is None and not s.work and not s.failure]
+            if not self._reserve(sum(s.host_bytes for s in missing), wait=False):
+                for part in wanted:
+                    part._stored.pins -= 1
+                return False
+            for part in wanted:
+                self._touch(part._stored)
+            for stored in missing:
+                self._start("read", stored, self._read)
+            return True
 
     def unpin(self, parts: Iterable[Part]) -> None:
-        with self._lock:
-            for part in parts:
-                assert part.pins > 0, "unpinned more often than pinned"
-                part.pins -= 1
+        """Takes one successful `prefetch` back."""
+        with self._changed:
+            for part in dict.fromkeys(parts):
+                assert part._stored.pins > 0, "unpinned more often than pinned"
+                part._stored.pins -= 1
 
     def is_ready(self, parts: Iterable[Part]) -> bool:
         """Whether `load` would not wait: all are in memory, or have turned out to be lost."""
-        return all(part.tensors is not None or part.work is None or part.work.done() for part in parts)
+        return all(p.in_memory or (p.failure is not None and not p._stored.work) for p in parts)
 
-    def wait(self, parts: Iterable[Part]) -> None:
-        """Until `is_ready`."""
-        wait_for([part.work for part in parts if part.tensors is None and part.work is not None])
+    def wait(self, seen: int) -> bool:
+        """Until a write or read has ended since `changes` was `seen`. False if none has and none is in progress."""
+        with self._changed:
+            while self.changes == seen and any(self._working.values()):
+                self._changed.wait()
+            return self.changes != seen
 
     def load(self, part: Part) -> dict[str, torch.Tensor]:
-        """The part's tensors; waits for the disk if need be. SnapshotCorrupt if they are lost."""
-        tensors = part.tensors
-        if tensors is None:
-            self._read_ahead(part)
-            work = part.work
-            if work is not None:
-                work.result()
-            tensors = part.tensors
-        if tensors is None:  # evicted again, or never read: not for want of trying
-            tensors = self._read(part)
-        part.used = next(_clock)
-        return tensors
+        """The part's tensors; waits for the disk if need be. They stay as they are while the caller has them, evicted
+        or not. SnapshotCorrupt if they are lost, SnapshotMismatch if there is no room for them."""
+        stored = part._stored
+        with self._changed:
+            while stored.tensors is None:
+                if stored.failure is not None:
+                    raise SnapshotCorrupt(stored.failure)
+                if not stored.work:
+                    assert stored.file is not None, "a part that is nowhere"
+                    if not self._reserve(stored.host_bytes, wait=True):
+                        raise SnapshotMismatch(self.no_room(part.nbytes))
+                    if stored.tensors is not None or stored.work:  # another thread was quicker
+                        self._host_used -= stored.host_bytes
+                        continue
+                    self._start("read", stored, self._read)
+                self._changed.wait()
+            self._touch(stored)
+            return stored.tensors
 
     def flush(self) -> None:
-        """Waits until everything that is to be written is."""
-        while True:
-            with self._lock:
-                pending = [p.work for p in self._parts if p.work is not None and not p.work.done()]
-            if not pending:
-                return
-            wait_for(pending)
+        """Waits until everything that is to be written, and has room, is."""
+        with self._changed:
+            self._settle()
+            self._retry_writes()
+            while self._working["write"]:
+                self._changed.wait()
+            self._settle()
 
     def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
-            self._executor = None
+        """Ends the threads when their work is done. (A later save starts them again.)"""
+        self.flush()
+        with self._changed:
+            threads, self._threads = self._threads, {}
+        for thread in threads.values():
+            thread.shutdown(wait=True)
+        with self._changed:
+            self._settle()
 
     # -- budgets -------------------------------------------------------------------------------------------------------
 
     @property
     def host_used(self) -> int:
-        """Bytes."""
-        with self._lock:
-            return sum(part.nbytes for part in self._parts if part.tensors is not None)
+        """Bytes, those being read included."""
+        with self._changed:
+            self._settle()
+            return self._host_used
 
     @property
     def disk_used(self) -> int:
         """Bytes, those being written included."""
-        with self._lock:
-            busy = {p for p in self._parts if p.work is not None and not p.work.done()}
-            return sum(p.nbytes for p in self._parts if p.file is not None or p in busy)
+        with self._changed:
+            self._settle()
+            return self._disk_used
 
-    def _make_room(self, nbytes: int, wait: bool) -> bool:
+    @property
+    def is_writing(self) -> bool:
+        """Whether room in host memory may come of itself."""
+        return self._working["write"] > 0
+
+    def no_room(self, nbytes: int) -> str:
+        return f"no room in host memory for {nbytes} bytes of saved KV (host_bytes is {self.config.host_bytes})"
+
+    def check_integrity(self) -> None:
+        """AssertionError unless the bytes add up."""
+        with self._changed:
+            self._settle()
+            reading = {s for s in self._stored if s.work == "read"}
+            writing = {s for s in self._stored if s.work == "write"}
+            assert self._working == {"write": len(writing), "read": len(reading)}
+            assert set(self._resident) == {s for s in self._stored if s.tensors is not None}
+            assert not reading & set(self._resident), "a part in memory is being read"
+            assert self._host_used == sum(s.host_bytes for s in {*self._resident, *reading}), "host bytes"
+            assert self._disk_used == sum(s.header.nbytes for s in self._stored if s.file or s in writing), "disk bytes"
+            assert self.config.host_bytes is None or self._host_used <= self.config.host_bytes, "host budget"
+            assert all(s.pins >= 0 for s in self._stored)
+            assert all(s.tensors is not None and s.file is None and not s.work for s in self._unsaved), "unsaved"
+
+    # -- what follows is called with the lock held ---------------------------------------------------------------------
+
+    def _reserve(self, nbytes: int, wait: bool) -> bool:
+        """Counts `nbytes` of host memory as used, if need be by evicting. False, with nothing done, if it cannot."""
         budget = self.config.host_bytes
-        if budget is None:
-            return True
-        if nbytes > budget:
-            return False
-        while True:
-            with self._lock:
-                excess = self.host_used + nbytes - budget
-                for part in self._evictable():
-                    if excess <= 0:
-                        break
-                    part.tensors = None
-                    excess -= part.nbytes
+        while budget is not None:
+            victims, excess = [], self._host_used + nbytes - budget
+            for stored in self._by_eviction() if 0 < excess <= self._host_used else ():
                 if excess <= 0:
-                    return True
-                writes = [p.work for p in self._parts if p.file is None and p.work is not None and not p.work.done()]
-            if not (wait and writes):
+                    break
+                if stored.evictable:
+                    victims.append(stored)
+                    excess -= stored.host_bytes
+            if excess <= 0:
+                for stored in victims:
+                    self._evict(stored)
+                break
+            self._retry_writes()
+            if nbytes > budget or not wait or not self._working["write"]:
                 return False
-            wait_for(writes, return_when="FIRST_COMPLETED")
+            self._changed.wait()
+            self._settle()
+        self._host_used += nbytes
+        return True
 
-    def _evictable(self) -> list[Part]:
-        """In host memory and safely on disk, not in use; first to go first."""
-        parts = [p for p in self._parts if p.tensors is not None and p.file is not None and not p.pins]
+    def _by_eviction(self) -> Iterable[_Stored]:
         if self.config.eviction == "longest-remaining":
-            return sorted(parts, key=lambda p: (-p.remaining, p.used))
-        return sorted(parts, key=lambda p: p.used)
+            return sorted(self._resident, key=lambda stored: -stored.remaining)  # stable: then the least recently used
+        return self._resident
 
-    # -- the thread ----------------------------------------------------------------------------------------------------
+    def _touch(self, stored: _Stored) -> None:
+        if stored in self._resident:
+            self._resident.move_to_end(stored)
 
-    def _submit(self, work: Callable[[], None]) -> Future[None]:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "longtail-tiers")
-        return self._executor.submit(work)
+    def _evict(self, stored: _Stored) -> None:
+        stored.tensors = None
+        del self._resident[stored]
+        self._host_used -= stored.host_bytes
 
-    def _write_behind(self, part: Part) -> None:
-        assert self.directory is not None
-        with self._lock:
-            budget = self.config.disk_bytes
-            if budget is not None and self.disk_used + part.nbytes > budget:
-                self._fail(f"no room on disk for {part.nbytes} bytes of saved KV (disk_bytes {budget})")
-                return
-            weak, tensors = weakref.ref(part), part.tensors
-            assert tensors is not None
-            directory, name, header = self.directory, new_part_name(), part.header
+    def _add(self, stored: _Stored) -> Part:
+        self._stored.add(stored)
+        return Part(self, stored)
 
-            def work() -> None:
-                if weak() is None:  # nobody wants it any more
-                    return
+    def _settle(self) -> None:
+        """Buries the parts that were dropped."""
+        while not self._dropped.empty():
+            stored = self._dropped.get()
+            stored.dropped = True
+            if not stored.work:
+                self._bury(stored)
+
+    def _bury(self, stored: _Stored) -> None:
+        if stored.tensors is not None:
+            self._evict(stored)
+        self._unsaved.pop(stored, None)
+        self._stored.discard(stored)
+        if stored.file is not None:
+            self._disk_used -= stored.header.nbytes
+            if not stored.kept:
                 try:
-                    file = write_part(directory, name, header, tensors)
-                except OSError as error:
-                    self._fail(f"saved KV could not be written: {error}")
-                    return
-                with self._lock:
-                    part = weak()
-                    if part is None:
-                        file.unlink(missing_ok=True)
-                        return
-                    part.file = file
-                    part._finalizer = weakref.finalize(part, _unlink, file)
+                    self._thread("write").submit(_remove, stored.file)  # freeing many blocks takes the system its time
+                except RuntimeError:  # the interpreter is ending
+                    _remove(stored.file)
 
-            part.work = self._submit(work)
+    def _write_behind(self, stored: _Stored) -> None:
+        if self.directory is None or stored.file is not None or stored.work or stored.failure:
+            return
+        nbytes, budget = stored.header.nbytes, self.config.disk_bytes
+        if budget is not None and self._disk_used + nbytes > budget:
+            if stored not in self._unsaved:
+                self._unsaved[stored] = None
+                self.failures.append(f"no room on disk for {nbytes} bytes of saved KV (disk_bytes is {budget})")
+            return
+        self._unsaved.pop(stored, None)
+        self._disk_used += nbytes
+        self._start("write", stored, self._write)
 
-    def _read_ahead(self, part: Part) -> None:
-        with self._lock:
-            busy = part.work is not None and not part.work.done()
-            if part.tensors is not None or part.file is None or busy:
-                return
-            weak = weakref.ref(part)
+    def _retry_writes(self) -> None:
+        for stored in list(self._unsaved):
+            self._write_behind(stored)
 
-            def work() -> None:
-                part = weak()
-                if part is None or part.tensors is not None or not self._make_room(part.nbytes, wait=False):
-                    return
-                try:
-                    part.tensors = self._read(part)
-                except SnapshotCorrupt:
-                    part.file = None  # `load` says what became of it
+    # -- the threads ---------------------------------------------------------------------------------------------------
 
-            part.work = self._submit(work)
+    def _thread(self, name: Literal["write", "read"]) -> ThreadPoolExecutor:
+        if name not in self._threads:
+            self._threads[name] = ThreadPoolExecutor(1, f"longtail-{name}")
+        return self._threads[name]
 
-    def _read(self, part: Part) -> dict[str, torch.Tensor]:
-        if part.file is None:
-            raise SnapshotCorrupt("the saved KV is lost: " + (self.failures[-1] if self.failures else "never written"))
+    def _start(self, name: Literal["write", "read"], stored: _Stored, work: Callable[[_Stored], None]) -> None:
+        stored.work = name
+        self._working[name] += 1
+
+        def run() -> None:
+            try:
+                work(stored)
+            except Exception as error:  # whatever it is, it is this part's alone, and those who wait must hear of it
+                self._failed(stored, f"{error!r}")
+            finally:
+                with self._changed:
+                    stored.work = ""
+                    self._working[name] -= 1
+                    self.changes += 1
+                    if stored.dropped:  # `_settle` has met it, and left it to this thread
+                        self._bury(stored)
+                    self._settle()
+                    self._changed.notify_all()
+
+        self._thread(name).submit(run)
+
+    def _write(self, stored: _Stored) -> None:
+        directory, tensors, file = self.directory, stored.tensors, None
+        assert directory is not None and tensors is not None
         try:
-            return read_part(part.file, part.header)
+            if not self._is_dropped(stored):
+                file = write_part(directory, new_part_name(), stored.header, tensors)
+        except OSError as error:
+            self._failed(stored, f"saved KV could not be written: {error}")
+        finally:
+            with self._changed:
+                stored.file = file
+                if file is None:
+                    self._disk_used -= stored.header.nbytes
+
+    def _read(self, stored: _Stored) -> None:
+        assert stored.file is not None
+        tensors = None
+        try:
+            if not self._is_dropped(stored):
+                tensors = read_part(stored.file, stored.header, self._buffer)
         except SnapshotCorrupt as error:
-            self._fail(str(error))
-            raise
+            self._failed(stored, str(error))
+        finally:
+            with self._changed:
+                stored.tensors = tensors
+                if tensors is None:
+                    self._host_used -= stored.host_bytes
+                else:
+                    self._resident[stored] = None
 
-    def _fail(self, failure: str) -> None:
-        self.failures.append(failure)
-        del self.failures[:-100]
+    def _is_dropped(self, stored: _Stored) -> bool:
+        with self._changed:
+            self._settle()
+            return stored.dropped
+
+    def _failed(self, stored: _Stored, failure: str) -> None:
+        with self._changed:
+            stored.failure = failure
+            self.failures.append(failure)
+
+    def _allocate(self, header: PartHeader) -> dict[str, torch.Tensor]:
+        return part_tensors(header, self._buffer(header.nbytes))
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """For bytes that `_reserve` has counted."""
+        idle, budget = self.config.host_idle_bytes, self.config.host_bytes
+        return self._memory.take(nbytes, idle if budget is None else min(idle, max(budget - self._host_used, 0)))
 
 
-def _unlink(file: Path) -> None:
+def _remove(file: Path) -> None:
     file.unlink(missing_ok=True)
+
+
+def _remove_files(stored: Iterable[_Stored], process: int) -> None:
+    if os.getpid() == process:  # a forked child has no claim to them
+        for one in stored:
+            if one.file is not None and not one.kept:
+                one.file.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from longtail.errors import SnapshotMismatch
@@ -11,9 +12,12 @@ from longtail.kv_manager.snapshot import Snapshot
 from longtail.kv_manager.tiers import Part
 from longtail.sequence import Sequence
 
+AHEAD = 8
+"""So many of the waiting sequences that have saved KV get it brought to host memory before they are admitted."""
+
 
 class Admission:
-    """Owns the pins on what waiting sequences have saved.
+    """Owns what waiting sequences hold and want in the lower tiers.
 
     keep_older: use KV that older weights made (`kv_on_update="keep"`)."""
 
@@ -21,33 +25,62 @@ class Admission:
         self.kv = kv
         self.now = now
         self.keep_older = keep_older
-        self._pinned: dict[Sequence, tuple[Part, ...]] = {}
+        self._wanted: OrderedDict[Sequence, tuple[Part, ...]] = OrderedDict()
+        """Parts that waiting sequences will need, in the order of admission."""
+        self._pinned: set[Sequence] = set()
+        """Of these sequences, those whose parts are in host memory or on their way to it, all of them."""
+        self._refused: dict[Sequence, str] = {}
+        """Those for whose parts there will never be room, and why."""
 
-    def pin(self, seq: Sequence) -> None:
-        """A sequence starts to wait: its snapshot comes to host memory and stays there until it is restored."""
-        snapshot = seq.sample.snapshot
-        if snapshot is not None and self._usable(snapshot):
-            self._pinned[seq] = snapshot.parts
-            self.kv.tiers.pin(snapshot.parts)
+    # -- ahead of admission -------------------------------------------------------------------------------------------
 
-    def unpin(self, seq: Sequence) -> None:
+    def arrive(self, seq: Sequence, *, first: bool = False) -> None:
+        """A sequence starts to wait."""
+        saved = seq.sample.snapshot
+        if saved is None or not self._can_use(saved):
+            saved = self.kv.saved_prompt(seq)
+        if saved is not None:
+            self._wanted[seq] = saved.parts
+            self._wanted.move_to_end(seq, last=not first)
+
+    def leave(self, seq: Sequence) -> None:
         """It does not wait any more."""
-        self.kv.tiers.unpin(self._pinned.pop(seq, ()))
+        parts = self._wanted.pop(seq, ())
+        self._refused.pop(seq, None)
+        if seq in self._pinned:
+            self._pinned.remove(seq)
+            self.kv.tiers.unpin(parts)
 
-    def repin(self, waiting: Iterable[Sequence]) -> None:
+    def restart(self, waiting: Iterable[Sequence]) -> None:
         """After an update of the weights: what they saved may be of no use now, or of use again."""
+        for seq in list(self._wanted):
+            self.leave(seq)
         for seq in waiting:
-            self.unpin(seq)
-            self.pin(seq)
+            self.arrive(seq)
+
+    def prefetch(self) -> None:
+        """Brings what the next sequences need to host memory, in order and in a thread. All parts of a sequence or
+        none, so that they never wait for each other."""
+        ahead = 0
+        for seq, parts in self._wanted.items():
+            if ahead == AHEAD:
+                break
+            ahead += 1
+            if seq in self._pinned or seq in self._refused:
+                continue
+            is_writing = self.kv.tiers.is_writing  # before, so that no room made in between is missed
+            if self.kv.tiers.prefetch(parts):
+                self._pinned.add(seq)
+            elif self._pinned or is_writing:
+                break  # there will be room
+            else:
+                self._refused[seq] = self.kv.tiers.no_room(sum(part.nbytes for part in parts))
 
     def is_ready(self, seq: Sequence) -> bool:
-        return self.kv.tiers.is_ready(self._pinned.get(seq, ()))
+        """Whether `attach` will not wait for the disk."""
+        return seq in self._refused or self.kv.tiers.is_ready(self._wanted.get(seq, ()))
 
-    def wait(self) -> bool:
-        """Until every pinned snapshot is in memory. False if there is none."""
-        for parts in self._pinned.values():
-            self.kv.tiers.wait(parts)
-        return bool(self._pinned)
+    # -- admission ----------------------------------------------------------------------------------------------------
 
     def attach(self, seq: Sequence) -> bool:
         """Gives a waiting sequence its KV. False if blocks are short. Changes nothing but the sequence and the pool, so
@@ -58,7 +91,10 @@ class Admission:
         seq.kv = "recomputed" if seq.sample.output_ids else "computed"
         seq.refused = None
         snapshot = seq.sample.snapshot
-        if snapshot is None or not self._usable(snapshot):
+        if snapshot is None or not self._can_use(snapshot):
+            return self._attach_prompt(seq)
+        if seq in self._refused:
+            seq.refused = self._refused[seq]
             return self._attach_prompt(seq)
         start = self.now()
         try:
@@ -71,16 +107,16 @@ class Admission:
             self.kv.release(seq)
             return False
         seq.num_restored_tokens = seq.num_computed_tokens - seq.num_cached_tokens
-        if snapshot.fingerprint != self.kv.fingerprint:
-            seq.kv = "kept"
+        if seq.num_restored_tokens == 0 or self.kv.can_use(snapshot):
+            seq.kv = "restored" if seq.num_restored_tokens == 0 or snapshot.is_exact else "approximate"
         else:
-            seq.kv = "restored" if snapshot.is_exact else "approximate"
+            seq.kv = "kept"
         return True
 
     def _attach_prompt(self, seq: Sequence) -> bool:
         """Takes the prompt's KV from a snapshot of a sibling, if there is one and it is in memory."""
         prompt = self.kv.saved_prompt(seq)
-        if prompt is not None and self.kv.tiers.is_ready(prompt.parts):
+        if prompt is not None and all(part.in_memory for part in prompt.parts):
             with contextlib.suppress(SnapshotMismatch):
                 if not self.kv.restore(seq, prompt):
                     self.kv.release(seq)
@@ -88,9 +124,12 @@ class Admission:
                 seq.num_cached_tokens = seq.num_computed_tokens
         return True
 
-    def _usable(self, snapshot: Snapshot) -> bool:
-        return snapshot.fingerprint == self.kv.fingerprint or self.keep_older
+    def _can_use(self, snapshot: Snapshot) -> bool:
+        older = self.keep_older and (snapshot.is_exact or self.kv.encoding != "exact")
+        return older or self.kv.can_use(snapshot)
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
-        """AssertionError unless only waiting sequences pin anything."""
-        assert set(self._pinned) <= set(waiting), "a sequence that does not wait pins its snapshot"
+        """AssertionError unless only waiting sequences want anything of the lower tiers."""
+        assert set(self._wanted) <= set(waiting), "a sequence that does not wait wants its snapshot"
+        assert self._pinned <= set(self._wanted) and set(self._refused) <= set(self._wanted)
+        self.kv.tiers.check_integrity()

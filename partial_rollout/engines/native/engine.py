@@ -154,7 +154,7 @@ class NativeEngine:
                 seq = Sequence(sample)
                 self._sequences[sample.id] = seq
                 self.scheduler.waiting.append(seq)
-                self.admission.pin(seq)
+                self.admission.arrive(seq)
                 sample.status = "waiting"
 
     def step(self) -> StepOutput:
@@ -163,9 +163,7 @@ class NativeEngine:
         If it raises (a listener, an interrupt), samples keep what they had, and the next step continues from there.
         """
         with self._lock, self._events(), torch.inference_mode():
-            scheduled = self.scheduler.schedule()
-            if not scheduled and self.admission.wait():  # there is nothing else to do than to wait for the disk
-                scheduled = self.scheduler.schedule()
+            scheduled = self._schedule()
             if not scheduled:
                 return StepOutput(self._version, [], 0, 0)
             try:
@@ -175,6 +173,14 @@ class NativeEngine:
                 for seq in self.scheduler.running:
                     seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
                 raise
+
+    def _schedule(self) -> list[Scheduled]:
+        while True:
+            seen = self.tiers.changes
+            self.admission.prefetch()
+            scheduled = self.scheduler.schedule()
+            if scheduled or any(map(self.admission.is_ready, self.scheduler.waiting)) or not self.tiers.wait(seen):
+                return scheduled  # else there was nothing better to do than to wait for the disk
 
     def _step(self, scheduled: list[Scheduled]) -> StepOutput:
         start, version = self.now(), self._version
@@ -263,7 +269,7 @@ class NativeEngine:
                     self.scheduler.running.remove(seq)
                     self._back_to_waiting(seq, "weight update")
                     self.scheduler.waiting.appendleft(seq)
-            self.admission.repin(self.scheduler.waiting)
+            self.admission.restart(self.scheduler.waiting)
             self._queue.append(Event("update", start, self.now() - start, self.name, value=version))
 
     def reset_prefix_cache(self) -> None:
@@ -308,7 +314,7 @@ class NativeEngine:
             at, took = self.now() - seq.restore_seconds, seq.restore_seconds
             self._emit("restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
-        self.admission.unpin(seq)
+        self.admission.leave(seq)
         if sample.output_ids:
             self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
         self._counts["cached"] += seq.num_cached_tokens
@@ -324,7 +330,7 @@ class NativeEngine:
         # Not waiting for room: other sequences are in the middle of a step.
         seq.sample.snapshot = self._save(seq, wait=False) if self.config.preemption == "snapshot" else None
         self._back_to_waiting(seq, "out of blocks")
-        self.admission.pin(seq)
+        self.admission.arrive(seq, first=True)
 
     def _back_to_waiting(self, seq: Sequence, cause: str) -> None:
         self._leave_slot(seq)
@@ -336,7 +342,7 @@ class NativeEngine:
         start = self.now()
         snapshot = self.kv.save(seq, wait=wait)
         n, failed = seq.num_computed_tokens, snapshot is None and seq.num_computed_tokens > 0
-        detail = f"failed: {self.tiers.failures[-1]}" if failed else ""
+        detail = "failed: no room in host memory" if failed else ""
         self._emit("save", seq, time=start, duration=self.now() - start, num_tokens=0 if failed else n, detail=detail)
         return snapshot
 
@@ -348,7 +354,7 @@ class NativeEngine:
             self.kv.release(seq)
         else:
             self.scheduler.waiting.remove(seq)
-            self.admission.unpin(seq)
+            self.admission.leave(seq)
         del self._sequences[seq.sample.id]
 
     def _leave_slot(self, seq: Sequence) -> None:

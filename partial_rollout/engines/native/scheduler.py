@@ -40,7 +40,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.is_ready = is_ready
-        """Whether a waiting sequence's saved KV is in memory, so that it can be admitted without waiting for a disk."""
+        """Whether a waiting sequence can be admitted without waiting for a disk."""
         self.attach = attach
         """Gives a sequence its KV (prefix, snapshot); False if there are not enough blocks now."""
         self.on_admit = on_admit
