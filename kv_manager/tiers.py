@@ -107,6 +107,11 @@ class Part:
         return self._stored.tensors is not None
 
     @property
+    def is_ready(self) -> bool:
+        """Whether `load` would not wait: it is in memory, or has turned out to be lost."""
+        return self.in_memory or (self.failure is not None and not self._stored.work)
+
+    @property
     def file(self) -> Path | None:
         """Set when it is whole on the disk."""
         return self._stored.file
@@ -162,7 +167,7 @@ class Tiers:
         wait: bool = True,
     ) -> Part | None:
         """Takes a part in; `fill` copies its blocks to the tensors it is given, and is called only if there is room.
-        shared: if the same part is here already, that one. wait: for room that a write in progress will make.
+        shared: if the same part is here already, that one. wait: for room that work in progress will make.
 
         None if there is no room: the caller goes on without."""
         with self._changed:
@@ -228,6 +233,7 @@ class Tiers:
         """Pins all of these and starts to read what is not in memory. False, with nothing done, if there is no room for
         all of them now. Does not wait."""
         wanted = list(dict.fromkeys(parts))
+        assert all(part.tiers is self for part in wanted), "parts of other tiers"
         with self._changed:
             self._settle()
             for part in wanted:
@@ -250,10 +256,6 @@ class Tiers:
                 assert part._stored.pins > 0, "unpinned more often than pinned"
                 part._stored.pins -= 1
 
-    def is_ready(self, parts: Iterable[Part]) -> bool:
-        """Whether `load` would not wait: all are in memory, or have turned out to be lost."""
-        return all(p.in_memory or (p.failure is not None and not p._stored.work) for p in parts)
-
     def wait(self, seen: int) -> bool:
         """Until a write or read has ended since `changes` was `seen`. False if none has and none is in progress."""
         with self._changed:
@@ -264,6 +266,7 @@ class Tiers:
     def load(self, part: Part) -> dict[str, torch.Tensor]:
         """The part's tensors; waits for the disk if need be. They stay as they are while the caller has them, evicted
         or not. SnapshotCorrupt if they are lost, SnapshotMismatch if there is no room for them."""
+        assert part.tiers is self, "a part of other tiers"
         stored = part._stored
         with self._changed:
             while stored.tensors is None:
@@ -317,9 +320,9 @@ class Tiers:
             return self._disk_used
 
     @property
-    def is_writing(self) -> bool:
-        """Whether room in host memory may come of itself."""
-        return self._working["write"] > 0
+    def is_working(self) -> bool:
+        """Whether room in host memory may come of itself: what has been written, or read and not pinned, can go."""
+        return any(self._working.values())
 
     def no_room(self, nbytes: int) -> str:
         return f"no room in host memory for {nbytes} bytes of saved KV (host_bytes is {self.config.host_bytes})"
@@ -357,7 +360,7 @@ class Tiers:
                     self._evict(stored)
                 break
             self._retry_writes()
-            if nbytes > budget or not wait or not self._working["write"]:
+            if nbytes > budget or not wait or not any(self._working.values()):
                 return False
             self._changed.wait()
             self._settle()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from longtail.errors import SnapshotMismatch
 from longtail.kv_manager.manager import KVManager
 from longtail.kv_manager.snapshot import Snapshot
-from longtail.kv_manager.tiers import Part
+from longtail.kv_manager.tiers import Part, Tiers
 from longtail.sequence import Sequence
 
 AHEAD = 8
@@ -39,7 +39,7 @@ class Admission:
         saved = seq.sample.snapshot
         if saved is None or not self._can_use(saved):
             saved = self.kv.saved_prompt(seq)
-        if saved is not None:
+        if saved is not None and saved.parts:
             self._wanted[seq] = saved.parts
             self._wanted.move_to_end(seq, last=not first)
 
@@ -49,7 +49,7 @@ class Admission:
         self._refused.pop(seq, None)
         if seq in self._pinned:
             self._pinned.remove(seq)
-            self.kv.tiers.unpin(parts)
+            parts[0].tiers.unpin(parts)
 
     def restart(self, waiting: Iterable[Sequence]) -> None:
         """After an update of the weights: what they saved may be of no use now, or of use again."""
@@ -68,17 +68,30 @@ class Admission:
             ahead += 1
             if seq in self._pinned or seq in self._refused:
                 continue
-            is_writing = self.kv.tiers.is_writing  # before, so that no room made in between is missed
-            if self.kv.tiers.prefetch(parts):
+            tiers = parts[0].tiers
+            is_working = tiers.is_working  # before, so that no room made in between is missed
+            if tiers.prefetch(parts):
                 self._pinned.add(seq)
-            elif self._pinned or is_writing:
+            elif self._pinned or is_working:
                 break  # there will be room
             else:
-                self._refused[seq] = self.kv.tiers.no_room(sum(part.nbytes for part in parts))
+                self._refused[seq] = tiers.no_room(sum(part.nbytes for part in parts))
+
+    def yield_room(self) -> None:
+        """A sequence that is to be saved needs the room more than those that wait: what they will need is on disk. The
+        next `prefetch` pins again what is still there, and reads the rest."""
+        for seq in self._pinned:
+            parts = self._wanted[seq]
+            parts[0].tiers.unpin(parts)
+        self._pinned.clear()
 
     def is_ready(self, seq: Sequence) -> bool:
         """Whether `attach` will not wait for the disk."""
-        return seq in self._refused or self.kv.tiers.is_ready(self._wanted.get(seq, ()))
+        return seq in self._refused or all(part.is_ready for part in self._wanted.get(seq, ()))
+
+    def progress(self) -> list[tuple[Tiers, int]]:
+        """The tiers that it waits for (a snapshot that another engine made lies in that engine's), as they are now."""
+        return [(tiers, tiers.changes) for tiers in {self.kv.tiers, *(p[0].tiers for p in self._wanted.values())}]
 
     # -- admission ----------------------------------------------------------------------------------------------------
 

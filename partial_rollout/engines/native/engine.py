@@ -176,11 +176,13 @@ class NativeEngine:
 
     def _schedule(self) -> list[Scheduled]:
         while True:
-            seen = self.tiers.changes
+            seen = self.admission.progress()
             self.admission.prefetch()
             scheduled = self.scheduler.schedule()
-            if scheduled or any(map(self.admission.is_ready, self.scheduler.waiting)) or not self.tiers.wait(seen):
-                return scheduled  # else there was nothing better to do than to wait for the disk
+            if scheduled or any(map(self.admission.is_ready, self.scheduler.waiting)):
+                return scheduled
+            if not any(tiers.wait(changes) for tiers, changes in seen):  # nothing can run: time to wait for the disk
+                return scheduled
 
     def _step(self, scheduled: list[Scheduled]) -> StepOutput:
         start, version = self.now(), self._version
@@ -340,6 +342,7 @@ class NativeEngine:
 
     def _save(self, seq: Sequence, *, wait: bool = True) -> Snapshot | None:
         start = self.now()
+        self.admission.yield_room()
         snapshot = self.kv.save(seq, wait=wait)
         n, failed = seq.num_computed_tokens, snapshot is None and seq.num_computed_tokens > 0
         detail = "failed: no room in host memory" if failed else ""

@@ -1,0 +1,584 @@
+"""Tiers by hand: budgets, what is evicted, what is shared, what happens to parts that are dropped in the middle of it.
+
+`Hand` stands for the writing and the reading thread: work is done when the test says so. A part of one block has
+LAYERS * 2 * HEADS * SIZE * DIM * 4 = 2048 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.kv_manager.conftest import DIM, HEADS, LAYERS, PROMPT, SIZE, A, B, compute, make_kv, make_seq, read, start
+
+from longtail.errors import SnapshotCorrupt, SnapshotMismatch
+from longtail.kv_manager import host_memory, tiers
+from longtail.kv_manager.encoding import decode, encode, encoded_shapes
+from longtail.kv_manager.host_memory import HostMemory, footprint
+from longtail.kv_manager.snapshot_file import PartHeader, read_part
+from longtail.kv_manager.tiers import Part, TierConfig, Tiers
+
+BLOCK = 2048
+
+
+class Hand:
+    """An executor whose work is done by hand, in order."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], None]] = deque()
+
+    def submit(self, work: Callable[..., None], *args: Any) -> None:
+        self.queue.append(lambda: work(*args))
+
+    def run(self, count: int | None = None) -> None:
+        for _ in range(len(self.queue) if count is None else count):
+            self.queue.popleft()()
+
+    def shutdown(self, wait: bool) -> None:
+        self.run()
+
+
+def by_hand(path: Path | None, **config: Any) -> tuple[Tiers, Hand, Hand]:
+    made = Tiers(TierConfig(disk=path, **config))
+    writer, reader = Hand(), Hand()
+    made._threads = {"write": writer, "read": reader}  # type: ignore[dict-item]
+    return made, writer, reader
+
+
+def header(name: str, blocks: int = 1, shared: bool = False) -> PartHeader:
+    digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    layout = (LAYERS, HEADS, SIZE, DIM)
+    return PartHeader("" if shared else name, A, layout, "float32", 0, blocks, blocks * SIZE, digest)
+
+
+def put(to: Tiers, name: str, blocks: int = 1, number: float = 0.0, **fields: Any) -> Part | None:
+    def fill(out: Mapping[str, torch.Tensor]) -> None:
+        out["kv"].fill_(number)
+
+    return to.put(header(name, blocks, fields.get("shared", False)), fill, **{"wait": False} | fields)
+
+
+def must(part: Part | None) -> Part:
+    assert part is not None
+    return part
+
+
+def where(**parts: Part) -> dict[str, str]:
+    return {name: ("h" if p.in_memory else "") + ("d" if p.file else "") for name, p in parts.items()}
+
+
+# ---- budgets
+
+
+def test_full_is_a_value_and_nothing_is_touched() -> None:
+    t, _, _ = by_hand(None, host_bytes=2 * BLOCK)
+    a, b = must(put(t, "a")), must(put(t, "b"))
+    called: list[Any] = []
+    assert t.put(header("c"), called.append, wait=True) is None  # nothing to wait for
+    assert t.put(header("d", blocks=3), called.append, wait=True) is None  # never
+    assert not called
+    assert where(a=a, b=b) == {"a": "h", "b": "h"}
+    assert t.failures[-1] == "no room in host memory for 6144 bytes of saved KV (host_bytes is 4096)"
+    assert t.host_used == 2 * BLOCK
+    del a
+    assert t.host_used == BLOCK
+    must(put(t, "c"))
+    t.check_integrity()
+
+
+def test_a_fill_that_fails_gives_its_room_back() -> None:
+    t, _, _ = by_hand(None, host_bytes=BLOCK)
+    with pytest.raises(MemoryError):
+        t.put(header("a"), lambda out: (_ for _ in ()).throw(MemoryError()))
+    assert t.host_used == 0
+    assert put(t, "a")
+
+
+def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+    t, writer, reader = by_hand(tmp_path, host_bytes=3 * BLOCK)
+    a, b, c = (must(put(t, name, number=i)) for i, name in enumerate("abc"))
+    assert put(t, "d") is None  # nothing is on disk yet
+    writer.run(2)
+    t.load(a)
+    assert where(a=a, b=b, c=c) == {"a": "hd", "b": "hd", "c": "h"}
+    d = must(put(t, "d"))
+    assert where(a=a, b=b, c=c, d=d) == {"a": "hd", "b": "d", "c": "h", "d": "h"}
+    e = must(put(t, "e"))  # c is older than a and not on disk
+    assert where(a=a, c=c, d=d, e=e) == {"a": "d", "c": "h", "d": "h", "e": "h"}
+    assert put(t, "f") is None
+    writer.run()
+    assert t.prefetch([a])
+    reader.run()
+    assert where(a=a, b=b, c=c, d=d, e=e) == {"a": "hd", "b": "d", "c": "d", "d": "hd", "e": "hd"}
+    assert torch.equal(t.load(a)["kv"], torch.zeros(1, LAYERS, 2, HEADS, SIZE * DIM))
+    t.check_integrity()
+
+
+def test_the_one_that_may_grow_longest_goes_first(tmp_path: Path) -> None:
+    t, writer, _ = by_hand(tmp_path, host_bytes=3 * BLOCK, eviction="longest-remaining")
+    a, b, c = (must(put(t, n, remaining=r)) for n, r in (("a", 5), ("b", 9), ("c", 9)))
+    writer.run()
+    t.load(b)
+    d = must(put(t, "d", remaining=1))  # b and c may both grow by 9: the least recently used of them
+    assert where(a=a, b=b, c=c, d=d) == {"a": "hd", "b": "hd", "c": "d", "d": "h"}
+    writer.run()
+    e = must(put(t, "e", remaining=99))
+    assert where(a=a, b=b, e=e) == {"a": "hd", "b": "d", "e": "h"}
+
+
+def test_a_shared_part_counts_for_the_sample_that_is_back_first(tmp_path: Path) -> None:
+    t, writer, _ = by_hand(tmp_path, host_bytes=2 * BLOCK, eviction="longest-remaining")
+    prompt, other = must(put(t, "p", shared=True, remaining=90)), must(put(t, "x", remaining=50))
+    assert put(t, "p", shared=True, remaining=3) is prompt
+    writer.run()
+    must(put(t, "y"))
+    assert where(p=prompt, x=other) == {"p": "hd", "x": "d"}
+
+
+def test_what_is_pinned_stays(tmp_path: Path) -> None:
+    t, writer, reader = by_hand(tmp_path, host_bytes=2 * BLOCK)
+    a, b = must(put(t, "a")), must(put(t, "b"))
+    writer.run()
+    assert t.prefetch([a, b])
+    assert put(t, "c") is None
+    t.unpin([b])
+    c = must(put(t, "c"))
+    assert where(a=a, b=b, c=c) == {"a": "hd", "b": "d", "c": "h"}
+    assert not t.prefetch([a, b])  # no room for b: a keeps its one pin
+    t.unpin([a])
+    with pytest.raises(AssertionError, match="unpinned more often"):
+        t.unpin([a])
+    assert not t.prefetch([a, b])  # c is not on disk
+    assert not reader.queue
+    writer.run()
+    assert t.prefetch([a, b])
+    reader.run()
+    assert where(a=a, b=b, c=c) == {"a": "hd", "b": "hd", "c": "d"}
+
+
+def test_room_being_read_into_is_taken(tmp_path: Path) -> None:
+    t, writer, reader = by_hand(tmp_path, host_bytes=2 * BLOCK)
+    a = must(put(t, "a", number=7))
+    writer.run()
+    b, c = must(put(t, "b")), must(put(t, "c"))
+    writer.run()
+    assert t.prefetch([a])
+    assert where(a=a, b=b, c=c) == {"a": "d", "b": "d", "c": "hd"}
+    assert t.host_used == 2 * BLOCK
+    assert not a.is_ready
+    assert t.prefetch([a])  # the second pin does not read it again
+    assert len(reader.queue) == 1
+    d = must(put(t, "d"))
+    assert put(t, "e") is None
+    reader.run()
+    assert a.is_ready
+    assert where(a=a, c=c, d=d) == {"a": "hd", "c": "d", "d": "h"}
+    assert t.load(a)["kv"].unique().tolist() == [7]
+    t.check_integrity()
+
+
+def test_a_full_disk_tier_is_tried_again_when_it_has_room(tmp_path: Path) -> None:
+    t, writer, _ = by_hand(tmp_path, host_bytes=2 * BLOCK, disk_bytes=BLOCK)
+    a, b = must(put(t, "a")), must(put(t, "b"))
+    writer.run()
+    assert where(a=a, b=b) == {"a": "hd", "b": "h"}
+    assert t.failures[-1] == "no room on disk for 2048 bytes of saved KV (disk_bytes is 2048)"
+    assert t.disk_used == BLOCK
+    c = must(put(t, "c"))
+    assert where(a=a, b=b, c=c) == {"a": "d", "b": "h", "c": "h"}
+    del a
+    assert put(t, "d") is None  # b begins to be written
+    writer.run()
+    assert where(b=b, c=c) == {"b": "hd", "c": "h"}
+    assert put(t, "d") is not None
+    t.check_integrity()
+
+
+def test_put_waits_for_room_that_a_write_makes(tmp_path: Path) -> None:
+    t = Tiers(TierConfig(disk=tmp_path, host_bytes=BLOCK))
+    parts = [must(put(t, str(i), number=i, wait=True)) for i in range(20)]
+    for i, part in enumerate(parts):
+        assert t.load(part)["kv"].unique().tolist() == [i]
+        assert t.host_used <= BLOCK
+    t.close()
+    t.check_integrity()
+
+
+# ---- parts that are dropped
+
+
+def test_files_go_with_their_parts_unless_kept(tmp_path: Path) -> None:
+    t, writer, _ = by_hand(tmp_path)
+    a, b, c = (must(put(t, name)) for name in "abc")
+    b.keep()  # before it is written
+    writer.run()
+    c.keep()  # after
+    assert b.file is not None
+    assert c.file is not None
+    kept = {b.file.name, c.file.name}
+    assert len(os.listdir(tmp_path)) == 3
+    assert t.disk_used == 3 * BLOCK
+    del a, b, c
+    assert (t.host_used, t.disk_used) == (0, 0)
+    writer.run()
+    assert set(os.listdir(tmp_path)) == kept
+
+
+def test_a_part_dropped_before_or_during_its_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t, writer, _ = by_hand(tmp_path, host_bytes=2 * BLOCK)
+    a, b = must(put(t, "a")), must(put(t, "b"))
+    write = tiers.write_part
+
+    def drop_b(*args: Any) -> Path:
+        nonlocal b
+        del b
+        assert t.host_used == BLOCK  # the writer still reads it
+        return write(*args)
+
+    monkeypatch.setattr(tiers, "write_part", drop_b)
+    del a
+    assert t.host_used == 2 * BLOCK  # its bytes are there as long as the writer may read them
+    writer.run(1)
+    assert os.listdir(tmp_path) == []
+    writer.run(1)
+    writer.run()
+    assert (t.host_used, t.disk_used, os.listdir(tmp_path)) == (0, 0, [])
+    t.check_integrity()
+
+
+def test_a_part_dropped_during_its_read_leaves_nothing(tmp_path: Path) -> None:
+    """An abort during a load: the room comes back, and the late completion is harmless."""
+    t, writer, reader = by_hand(tmp_path, host_bytes=BLOCK)
+    a = must(put(t, "a"))
+    writer.run()
+    b = must(put(t, "b"))
+    writer.run()
+    assert t.prefetch([a])
+    assert b.file is not None
+    t.unpin([a])
+    del a
+    assert t.host_used == BLOCK
+    reader.run()
+    writer.run()
+    assert t.host_used == 0
+    assert os.listdir(tmp_path) == [b.file.name]
+    t.check_integrity()
+
+
+def test_files_go_with_the_tiers(tmp_path: Path) -> None:
+    t, writer, _ = by_hand(tmp_path)
+    a, b = must(put(t, "a")), must(put(t, "b"))
+    b.keep()
+    writer.run()
+    del a, b, t
+    gc.collect()
+    assert len(os.listdir(tmp_path)) == 1
+
+
+# ---- damage
+
+
+def test_a_failed_write_is_the_parts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t, writer, _ = by_hand(tmp_path, host_bytes=2 * BLOCK)
+    a, b = must(put(t, "a", number=3)), must(put(t, "b"))
+
+    def full(*args: Any) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers, "write_part", full)
+        writer.run(1)
+    writer.run()
+    assert a.failure == "saved KV could not be written: [Errno 28] No space left on device"
+    assert b.failure is None
+    assert where(a=a, b=b) == {"a": "h", "b": "hd"}
+    assert t.disk_used == BLOCK
+    must(put(t, "c"))
+    assert where(a=a, b=b) == {"a": "h", "b": "d"}  # what is nowhere else is not evicted
+    assert a.is_ready
+    assert t.load(a)["kv"].unique().tolist() == [3]
+    t.check_integrity()
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "unexpected error"])
+def test_a_lost_part_says_so_and_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    t, writer, reader = by_hand(tmp_path, host_bytes=BLOCK)
+    a = must(put(t, "a", shared=True))
+    writer.run()
+    b = must(put(t, "b"))
+    writer.run()
+    assert a.file is not None
+    if damage == "missing":
+        a.file.unlink()
+    elif damage == "flipped":
+        data = bytearray(a.file.read_bytes())
+        data[-1] ^= 1
+        a.file.write_bytes(data)
+    else:
+        monkeypatch.setattr(tiers, "read_part", lambda *args: 1 / 0)
+    assert t.prefetch([a])
+    reader.run()
+    assert a.is_ready
+    with pytest.raises(SnapshotCorrupt, match={"missing": "No such file", "flipped": "checksum"}.get(damage, "Zero")):
+        t.load(a)
+    assert t.host_used == 0
+    assert t.find(a.header) is None
+    again = must(put(t, "a", shared=True))
+    assert again is not a
+    t.unpin([a])
+    del a, b
+    t.check_integrity()
+
+
+def test_load_without_room_is_refused(tmp_path: Path) -> None:
+    t, writer, _ = by_hand(tmp_path, host_bytes=BLOCK)
+    a = must(put(t, "a"))
+    writer.run()
+    b = must(put(t, "b"))
+    writer.run()
+    assert t.prefetch([b])
+    with pytest.raises(SnapshotMismatch, match="no room in host memory"):
+        t.load(a)
+    t.check_integrity()
+
+
+def test_an_adopted_part_is_missing_at_once(tmp_path: Path) -> None:
+    t, _, _ = by_hand(tmp_path)
+    part = t.adopt(header("a"), tmp_path / "nothing")
+    assert part.file is None
+    assert part.is_ready
+    with pytest.raises(SnapshotCorrupt, match="is missing"):
+        t.load(part)
+
+
+def test_threads_that_load_and_put_at_once(tmp_path: Path) -> None:
+    """Eight threads, room for three parts: everyone reads what was written, and the bytes add up."""
+    t = Tiers(TierConfig(disk=tmp_path, host_bytes=3 * BLOCK))
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        held: list[tuple[Part, int]] = []
+        for i in range(60):
+            number = seed * 1000 + i
+            part = put(t, f"{number}", number=number, wait=True)
+            if part is not None:
+                held.append((part, number))
+            for part, number in held[-3:]:
+                try:
+                    if t.load(part)["kv"].unique().tolist() != [number]:
+                        wrong.append(number)
+                except SnapshotMismatch as error:
+                    if isinstance(error, SnapshotCorrupt):
+                        wrong.append(error)
+            if torch.rand((), generator=generator) < 0.5 and held:
+                held.pop(0)
+            if t.host_used > 3 * BLOCK:
+                wrong.append("budget")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    t.close()
+    t.check_integrity()
+    assert (t.host_used, t.disk_used) == (0, 0)
+    t.close()
+    assert os.listdir(tmp_path) == []
+
+
+# ---- through the manager
+
+
+def test_a_prompt_is_stored_once(tmp_path: Path) -> None:
+    t, writer, _ = by_hand(tmp_path)
+    kv = make_kv(32, tiers=t)
+    snapshots = []
+    for i in range(8):
+        seq = start(kv, make_seq(PROMPT, [i] * 20, name=f"g/{i}"))  # 40 + 20 tokens: 2 blocks of prompt, 2 of its own
+        snapshots.append(kv.save(seq))
+        kv.release(seq)
+    writer.run()
+    assert len({s.parts[0] for s in snapshots if s}) == 1
+    assert t.host_used == t.disk_used == (2 + 8 * 2) * BLOCK
+    assert len(os.listdir(tmp_path)) == 9
+    snapshots[1:] = []
+    assert t.host_used == (2 + 2) * BLOCK  # the first one still needs the prompt
+
+
+def test_a_delayed_save_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
+    t, writer, _ = by_hand(tmp_path)
+    kv = make_kv(3, tiers=t, prefix_caching=False)
+    seq = start(kv, make_seq(PROMPT), base=300)
+    before = kv.kv[seq.block_table].clone()
+    snapshot = kv.save(seq)
+    assert snapshot is not None
+    kv.release(seq)
+    start(kv, make_seq([9] * 40, name="h/0"), base=7000)  # every block is somebody else's
+    writer.run()
+    (part,) = snapshot.parts
+    assert part.file is not None
+    assert torch.equal(read_part(part.file, part.header)["kv"], before)
+
+
+def test_no_room_for_the_second_part_leaks_nothing() -> None:
+    t, _, _ = by_hand(None, host_bytes=2 * BLOCK)
+    kv = make_kv(8, tiers=t)
+    seq = start(kv, make_seq(PROMPT, [1] * 20))
+    assert kv.save(seq) is None
+    assert t.host_used == 0
+    t.check_integrity()
+
+
+@pytest.mark.parametrize("place", ["device", "host", "disk"])
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_prompt_is_found_in_every_tier_and_under_its_own_weights_only(
+    tmp_path: Path, place: str, updated: bool
+) -> None:
+    t, writer, reader = by_hand(tmp_path, host_bytes=5 * BLOCK)
+    kv = make_kv(16, tiers=t)
+    seq = start(kv, make_seq(PROMPT, [1] * 20), base=300)
+    snapshot = kv.save(seq)
+    kv.release(seq)
+    writer.run()
+    assert snapshot is not None
+    if place != "device":
+        kv.pool.forget_all()
+    if place == "disk":
+        must(put(t, "x", blocks=5))
+        assert not any(part.in_memory for part in snapshot.parts)
+    if updated:
+        kv.set_fingerprint(B)
+    sibling = make_seq(PROMPT, name="g/1")
+    prompt = kv.saved_prompt(sibling)
+    kv.attach(sibling)
+    if updated:
+        assert prompt is None
+        assert sibling.num_computed_tokens == 0
+        assert not kv.can_use(snapshot)
+    elif place == "device":
+        assert prompt is None
+        assert sibling.num_computed_tokens == 39
+    else:
+        assert sibling.num_computed_tokens == 0
+        assert prompt is not None
+        writer.run()
+        assert t.prefetch(prompt.parts)
+        reader.run()
+        assert kv.restore(sibling, prompt)
+        assert read(kv, sibling) == [300.0 + i for i in range(32)]
+        compute(kv, sibling, base=300)
+    kv.check_integrity([sibling])
+
+
+def test_a_part_of_other_weights_in_a_snapshot_is_refused() -> None:
+    """What a damaged record could ask for: the snapshot says A, one of its parts was made by B."""
+    kv = make_kv(16)
+    seq = start(kv, make_seq(PROMPT, [1] * 20))
+    ours = kv.save(seq)
+    kv.release(seq)
+    kv.set_fingerprint(B)
+    kv.attach(seq)
+    compute(kv, seq, base=500)
+    theirs = kv.save(seq)
+    kv.release(seq)
+    assert ours is not None
+    assert theirs is not None
+    kv.attach(seq)
+    for parts in ((ours.parts[0], theirs.parts[1]), (theirs.parts[0],), (theirs.parts[1], theirs.parts[0]), ()):
+        with pytest.raises(SnapshotMismatch):
+            kv.restore(seq, dataclasses.replace(theirs, parts=parts))
+    assert kv.restore(seq, theirs)
+
+
+# ---- int8
+
+
+def test_int8_is_within_half_a_step_and_a_quarter_of_the_bytes() -> None:
+    layout = (3, 2, 16, 64)
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(6, 3, 2, 2, 16 * 64, generator=generator) * torch.logspace(-6, 3, 16 * 64)
+    kv[1] = 0
+    shapes = encoded_shapes(4, layout, torch.float32, "int8")
+    out = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
+    encode(kv, [4, 1, 0, 5], layout, out)
+    back = decode(out, layout, 0, 4)
+    wanted = kv[[4, 1, 0, 5]]
+    for side, view in ((0, (64, 16)), (1, (16, 64))):
+        axis = -2 if side == 0 else -1
+        exact, got = (x[:, :, side].unflatten(-1, view) for x in (wanted, back))
+        step = exact.abs().amax(axis, keepdim=True) / 127
+        assert bool(((got - exact).abs() <= step * 0.5 * (1 + 1e-5)).all())
+    assert torch.equal(decode(out, layout, 1, 3), back[1:3])
+    assert torch.equal(back[1], torch.zeros_like(back[1]))
+    nbytes = sum(t.nbytes for t in out.values())
+    assert nbytes == wanted.nbytes // 4 + wanted.nbytes // 64
+    kv[0] = float("nan")
+    encode(kv, [0], layout, {name: t[:1] for name, t in out.items()})
+    assert decode(out, layout, 0, 1).isnan().all()
+
+
+def test_int8_is_found_by_nobody_else(tmp_path: Path) -> None:
+    kv = make_kv(16, encoding="int8")
+    seq = start(kv, make_seq(PROMPT, [1] * 20), upto=50)
+    snapshot = kv.save(seq)
+    assert snapshot is not None
+    assert not snapshot.is_exact
+    for _ in range(2):  # and so it stays when it is saved again
+        kv.release(seq)
+        kv.pool.forget_all()
+        kv.attach(seq)
+        assert kv.can_use(snapshot)
+        assert not make_kv(16).can_use(snapshot)  # an engine that was not asked for it
+        assert kv.restore(seq, snapshot)
+        if seq.num_uncomputed_tokens:
+            compute(kv, seq)
+        twin = make_seq(PROMPT, [1] * 20, name="g/1")
+        assert kv.saved_prompt(twin) is None
+        kv.attach(twin)
+        assert twin.num_computed_tokens == 0
+        kv.release(twin)
+        again = kv.save(seq)
+        assert again is not None
+        assert again.fingerprint == "A~"
+        snapshot = again
+
+
+# ---- host memory
+
+
+def test_memory_is_used_again_when_nobody_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, size = HostMemory(), host_memory.HUGE_PAGE * 4
+    a = memory.take(size - 5, 1 << 40)
+    assert a.shape == (size - 5,)
+    address, view = a.data_ptr(), a[100:200].view(torch.float32)
+    del a
+    assert memory.idle_bytes == 0  # the view still reads it
+    assert memory.take(size, 1 << 40).data_ptr() != address
+    assert memory.idle_bytes == size
+    del view
+    assert memory.idle_bytes == 2 * size
+    assert memory.take(size - 9, 1 << 40).data_ptr() in range(1, 1 << 63)
+    memory.trim(size)
+    assert memory.idle_bytes == size
+    b = memory.take(100, 0)
+    assert b.shape == (100,)
+    assert memory.idle_bytes == size  # small buffers have nothing to do with it
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4 << 20, (4 << 20) + 1, 100 << 20, (100 << 20) + 1, (1 << 30) - 1])
+def test_a_footprint_is_little_more_than_what_it_holds(nbytes: int) -> None:
+    size = footprint(nbytes)
+    assert nbytes <= size <= max(nbytes * 9 / 8, nbytes + host_memory.HUGE_PAGE)
+    assert size == nbytes or size % host_memory.HUGE_PAGE == 0
