@@ -28,12 +28,14 @@ def encoded_shapes(blocks: int, layout: tuple[int, ...], dtype: torch.dtype, enc
 def encode(kv: torch.Tensor, blocks: list[int], layout: tuple[int, ...], out: Mapping[str, torch.Tensor]) -> None:
     """Copies blocks of the cache [num blocks, layers, 2, kv heads, block size * head dim] (CPU layout, kernels/kv.py)
     into tensors of `encoded_shapes`."""
+    if "kv" in out and kv.is_cpu:
+        source, target = (t.flatten(1).view(torch.uint8).numpy() for t in (kv, out["kv"]))
+        for i, block in enumerate(blocks):  # numpy moves a block with memcpy, nearly twice as fast as index_select
+            target[i] = source[block]
+        return
     index = torch.tensor(blocks, dtype=torch.long, device=kv.device)
     if "kv" in out:
-        if kv.is_cpu:
-            torch.index_select(kv, 0, index, out=out["kv"])
-        else:
-            out["kv"].copy_(kv.index_select(0, index))
+        out["kv"].copy_(kv.index_select(0, index))
         return
     _, _, block_size, dim = layout
     data = kv.index_select(0, index).cpu().float()

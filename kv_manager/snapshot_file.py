@@ -265,6 +265,8 @@ def _opened(file: Path) -> Iterator[int]:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise SnapshotCorrupt(f"{file}: is not a file")
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
             yield descriptor
         finally:
             os.close(descriptor)

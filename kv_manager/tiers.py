@@ -4,8 +4,8 @@
                        <-restore-     <----prefetch----
 
 The unit is a *part*: a run of consecutive blocks of one sequence, never changed once it is made. The samples of a group
-share the part that holds their prompt. Two threads write and read files (reads do not queue behind writes), so that no
-step waits for a disk. A part in host memory may be evicted when it is whole on disk and nobody has pinned it.
+share the part that holds their prompt. Threads write and read files (reads do not queue behind writes), so that no step
+waits for a disk. A part in host memory may be evicted when it is whole on disk and nobody has pinned it.
 
 A part lives as long as somebody refers to it. Its file goes with it, unless it was *kept* for a later process
 (`Part.keep`), whose store then owns the file. Files of a process that was killed stay behind.
@@ -427,7 +427,8 @@ class Tiers:
 
     def _thread(self, name: Literal["write", "read"]) -> ThreadPoolExecutor:
         if name not in self._threads:
-            self._threads[name] = ThreadPoolExecutor(1, f"longtail-{name}")
+            # With two writers, one fills the page cache while the other waits for the disk.
+            self._threads[name] = ThreadPoolExecutor(2 if name == "write" else 1, f"longtail-{name}")
         return self._threads[name]
 
     def _start(self, name: Literal["write", "read"], stored: _Stored, work: Callable[[_Stored], None]) -> None:

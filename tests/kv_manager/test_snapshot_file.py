@@ -280,7 +280,7 @@ def test_a_write_that_takes_only_a_part_goes_on(monkeypatch: pytest.MonkeyPatch,
 def test_a_kill_before_the_rename_leaves_what_nobody_reads(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:  # the child dies where the file would get its name
-        os.replace = lambda *args: os._exit(9)  # type: ignore[assignment]
+        os.replace = lambda *args: os._exit(9)
         write_part(tmp_path, NAME, header(), random_tensors(header()))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9

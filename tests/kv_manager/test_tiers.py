@@ -24,7 +24,7 @@ from longtail.errors import SnapshotCorrupt, SnapshotMismatch
 from longtail.kv_manager import host_memory, tiers
 from longtail.kv_manager.encoding import decode, encode, encoded_shapes
 from longtail.kv_manager.host_memory import HostMemory, footprint
-from longtail.kv_manager.snapshot_file import PartHeader, read_part
+from longtail.kv_manager.snapshot_file import PartHeader, read_part, write_part
 from longtail.kv_manager.tiers import Part, TierConfig, Tiers
 
 BLOCK = 2048
@@ -236,13 +236,12 @@ def test_files_go_with_their_parts_unless_kept(tmp_path: Path) -> None:
 def test_a_part_dropped_before_or_during_its_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     t, writer, _ = by_hand(tmp_path, host_bytes=2 * BLOCK)
     a, b = must(put(t, "a")), must(put(t, "b"))
-    write = tiers.write_part
 
     def drop_b(*args: Any) -> Path:
         nonlocal b
         del b
         assert t.host_used == BLOCK  # the writer still reads it
-        return write(*args)
+        return write_part(*args)
 
     monkeypatch.setattr(tiers, "write_part", drop_b)
     del a

@@ -18,6 +18,7 @@ from longtail import NativeEngine, Sample
 from longtail.events import Event
 from longtail.kv_manager import tiers as tiers_module
 from longtail.kv_manager.snapshot import Snapshot
+from longtail.kv_manager.snapshot_file import read_part
 from longtail.kv_manager.tiers import TierConfig
 
 BLOCK = 2 * 2 * 2 * 16 * 16 * 4  # layers, k and v, kv heads, block size, head dim, float32
@@ -59,7 +60,7 @@ class Gate:
     """Holds every read of a file until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.reads, read = threading.Event(), 0, tiers_module.read_part
+        self.open, self.reads, read = threading.Event(), 0, read_part
 
         def held(*args: Any) -> Any:
             self.reads += 1
@@ -167,9 +168,7 @@ def test_another_engine_restores_what_this_one_holds(make_engine: EngineMaker, t
 # ---- no step waits
 
 
-def test_no_step_waits_for_the_disk_while_another_can_run(
-    make_engine: EngineMaker, tmp_path: Path, gate: Gate
-) -> None:
+def test_no_step_waits_for_the_disk_while_another_can_run(make_engine: EngineMaker, tmp_path: Path, gate: Gate) -> None:
     engine = make_engine(tiers=TierConfig(disk=tmp_path), enable_prefix_caching=False)
     waits, runs = make_samples(n=1)[1:]
     run(engine, [waits], until=5)
