@@ -10,6 +10,8 @@ import dataclasses
 import gc
 import hashlib
 import os
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -233,14 +235,19 @@ def test_files_go_with_their_parts_unless_kept(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path)) == kept
 
 
-def test_a_part_dropped_before_or_during_its_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_part_dropped_before_or_during_its_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: bool
+) -> None:
+    """noticed: while the writer is still at work, or when it has ended."""
     t, writer, _ = by_hand(tmp_path, host_bytes=2 * BLOCK)
     a, b = must(put(t, "a")), must(put(t, "b"))
 
     def drop_b(*args: Any) -> Path:
         nonlocal b
         del b
-        assert t.host_used == BLOCK  # the writer still reads it
+        if noticed:
+            assert t.host_used == BLOCK  # the writer still reads it
         return write_part(*args)
 
     monkeypatch.setattr(tiers, "write_part", drop_b)
@@ -283,7 +290,62 @@ def test_files_go_with_the_tiers(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 1
 
 
+LEAVES = """
+import os, sys
+from tests.kv_manager.test_tiers import must, put
+from longtail.kv_manager.tiers import TierConfig, Tiers
+t = Tiers(TierConfig(disk=sys.argv[1]))
+a, b = must(put(t, "a")), must(put(t, "b"))
+b.keep()
+t.flush()
+if os.fork() == 0:
+    sys.exit()  # with everything that is done at the end of a process
+os.wait()
+print(len(os.listdir(sys.argv[1])), b.file.name)
+"""
+
+
+def test_what_is_left_at_the_end_of_the_process(tmp_path: Path) -> None:
+    """Files that are kept, and no others; a forked child removes nothing."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    count, kept = done.stdout.split()
+    assert count == "2"
+    assert os.listdir(tmp_path) == [kept]
+
+
 # ---- damage
+
+
+def test_a_real_full_disk(tmp_path: Path) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small tmpfs")
+    try:
+        t = Tiers(TierConfig(disk=tmp_path))
+        parts = [must(put(t, str(i), blocks=8, number=i)) for i in range(6)]  # 16 KiB each
+        t.flush()
+        written = [p for p in parts if p.file is not None]
+        assert 0 < len(written) < 6
+        assert {p.failure for p in parts if p.file is None} == {
+            "saved KV could not be written: [Errno 28] No space left on device"
+        }
+        assert sorted(os.listdir(tmp_path)) == sorted(p.file.name for p in written if p.file)
+        for i, part in enumerate(parts):
+            assert t.load(part)["kv"].unique().tolist() == [i]
+        t.check_integrity()
+        t.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_failed_write_is_the_parts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
