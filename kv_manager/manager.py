@@ -17,9 +17,10 @@ import torch
 from longtail.kernels.kv import copy_blocks, empty_kv, scatter_blocks
 from longtail.kv_manager.block_pool import BlockHash, BlockPool, chain_hash, root_hash
 from longtail.kv_manager.encoding import Encoding, decode, encode
+from longtail.kv_manager.part import Part
 from longtail.kv_manager.snapshot import Snapshot, token_digest
 from longtail.kv_manager.snapshot_file import PartHeader
-from longtail.kv_manager.tiers import Part, Tiers
+from longtail.kv_manager.tiers import Tiers
 from longtail.sequence import Sequence
 from longtail.version import Fingerprint
 

@@ -14,7 +14,8 @@ from longtail.kv_manager.snapshot_file import PartHeader, is_part_name
 from longtail.version import Fingerprint
 
 if TYPE_CHECKING:
-    from longtail.kv_manager.tiers import Part, Tiers
+    from longtail.kv_manager.part import Part
+from longtail.kv_manager.tiers import Tiers
 
 
 def token_digest(token_ids: Sequence[int]) -> bytes:

@@ -28,6 +28,7 @@ import torch
 
 from longtail.errors import SnapshotCorrupt, SnapshotMismatch
 from longtail.kv_manager.host_memory import HostMemory, footprint
+from longtail.kv_manager.part import Part, Stored
 from longtail.kv_manager.snapshot_file import PartHeader, new_part_name, part_tensors, read_part, write_part
 
 Eviction = Literal["lru", "longest-remaining"]
@@ -59,74 +60,6 @@ class TierConfig:
             raise ValueError(f'eviction must be "lru" or "longest-remaining", not {self.eviction!r}')
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Stored:
-    """The bytes of a part. Outlives the part while a thread works on it. Guarded by the lock of its `Tiers`."""
-
-    header: PartHeader
-    remaining: int
-    """Tokens that its sample may still make."""
-    tensors: dict[str, torch.Tensor] | None = None
-    file: Path | None = None
-    kept: bool = False
-    pins: int = 0
-    work: Literal["", "write", "read"] = ""
-    failure: str | None = None
-    dropped: bool = False
-
-    @property
-    def host_bytes(self) -> int:
-        return footprint(self.header.nbytes)
-
-    @property
-    def evictable(self) -> bool:
-        return self.tensors is not None and self.file is not None and not self.pins and not self.work
-
-
-class Part:
-    """A run of saved blocks, in host memory, on disk, or both: what holds it there."""
-
-    __slots__ = ("__weakref__", "_stored", "tiers")
-
-    def __init__(self, tiers: Tiers, stored: _Stored) -> None:
-        self.tiers = tiers
-        """Whose it is; a snapshot may be restored by an engine with other tiers."""
-        self._stored = stored
-        weakref.finalize(self, tiers._dropped.put, stored).atexit = False
-
-    @property
-    def header(self) -> PartHeader:
-        return self._stored.header
-
-    @property
-    def nbytes(self) -> int:
-        return self._stored.header.nbytes
-
-    @property
-    def in_memory(self) -> bool:
-        return self._stored.tensors is not None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `load` would not wait: it is in memory, or has turned out to be lost."""
-        return self.in_memory or (self.failure is not None and not self._stored.work)
-
-    @property
-    def file(self) -> Path | None:
-        """Set when it is whole on the disk."""
-        return self._stored.file
-
-    @property
-    def failure(self) -> str | None:
-        """Why it could not be written or read, in words."""
-        return self._stored.failure
-
-    def keep(self) -> None:
-        """The file is somebody else's to remove."""
-        with self.tiers._changed:
-            self._stored.kept = True
-
-
 class Tiers:
     """Owns the parts' memory and files. Thread-safe; not for use in a forked child."""
 
@@ -143,13 +76,13 @@ class Tiers:
         self._memory = HostMemory()
         self._host_used = self._disk_used = 0
         self._working = {"write": 0, "read": 0}
-        self._stored: set[_Stored] = set()
-        self._resident: OrderedDict[_Stored, None] = OrderedDict()
+        self._stored: set[Stored] = set()
+        self._resident: OrderedDict[Stored, None] = OrderedDict()
         """In host memory; the least recently used first."""
-        self._unsaved: OrderedDict[_Stored, None] = OrderedDict()
+        self._unsaved: OrderedDict[Stored, None] = OrderedDict()
         """To be written when the disk tier has room."""
         self._found: weakref.WeakValueDictionary[PartHeader | Path, Part] = weakref.WeakValueDictionary()
-        self._dropped: queue.SimpleQueue[_Stored] = queue.SimpleQueue()
+        self._dropped: queue.SimpleQueue[Stored] = queue.SimpleQueue()
         """Of parts that nobody refers to any more. The garbage collector may find them anywhere, also while this thread
         holds a lock; this queue's `put` is safe there, and nothing else would be."""
         self._threads: dict[str, ThreadPoolExecutor] = {}
@@ -180,7 +113,7 @@ class Tiers:
             if not self._reserve(footprint(header.nbytes), wait):
                 self.failures.append(self.no_room(header.nbytes))
                 return None
-        stored = _Stored(header, remaining)
+        stored = Stored(header, remaining)
         try:
             stored.tensors = self._allocate(header)
             fill(stored.tensors)
@@ -201,7 +134,7 @@ class Tiers:
         with self._changed:
             part = self._found.get(file)
             if part is None or part.header != header:
-                stored = _Stored(header, 0, file=file, kept=True)
+                stored = Stored(header, 0, file=file, kept=True)
                 if file.is_symlink() or not file.is_file() or file.stat().st_size < header.nbytes:
                     stored.file, stored.failure = None, f"{file}: is missing, or not as long as its record says"
                 else:
@@ -367,21 +300,21 @@ class Tiers:
         self._host_used += nbytes
         return True
 
-    def _by_eviction(self) -> Iterable[_Stored]:
+    def _by_eviction(self) -> Iterable[Stored]:
         if self.config.eviction == "longest-remaining":
             return sorted(self._resident, key=lambda stored: -stored.remaining)  # stable: then the least recently used
         return self._resident
 
-    def _touch(self, stored: _Stored) -> None:
+    def _touch(self, stored: Stored) -> None:
         if stored in self._resident:
             self._resident.move_to_end(stored)
 
-    def _evict(self, stored: _Stored) -> None:
+    def _evict(self, stored: Stored) -> None:
         stored.tensors = None
         del self._resident[stored]
         self._host_used -= stored.host_bytes
 
-    def _add(self, stored: _Stored) -> Part:
+    def _add(self, stored: Stored) -> Part:
         self._stored.add(stored)
         return Part(self, stored)
 
@@ -393,7 +326,7 @@ class Tiers:
             if not stored.work:
                 self._bury(stored)
 
-    def _bury(self, stored: _Stored) -> None:
+    def _bury(self, stored: Stored) -> None:
         if stored.tensors is not None:
             self._evict(stored)
         self._unsaved.pop(stored, None)
@@ -406,7 +339,7 @@ class Tiers:
                 except RuntimeError:  # the interpreter is ending
                     _remove(stored.file)
 
-    def _write_behind(self, stored: _Stored) -> None:
+    def _write_behind(self, stored: Stored) -> None:
         if self.directory is None or stored.file is not None or stored.work or stored.failure:
             return
         nbytes, budget = stored.header.nbytes, self.config.disk_bytes
@@ -431,7 +364,7 @@ class Tiers:
             self._threads[name] = ThreadPoolExecutor(2 if name == "write" else 1, f"longtail-{name}")
         return self._threads[name]
 
-    def _start(self, name: Literal["write", "read"], stored: _Stored, work: Callable[[_Stored], None]) -> None:
+    def _start(self, name: Literal["write", "read"], stored: Stored, work: Callable[[Stored], None]) -> None:
         stored.work = name
         self._working[name] += 1
 
@@ -452,7 +385,7 @@ class Tiers:
 
         self._thread(name).submit(run)
 
-    def _write(self, stored: _Stored) -> None:
+    def _write(self, stored: Stored) -> None:
         directory, tensors, file = self.directory, stored.tensors, None
         assert directory is not None and tensors is not None
         try:
@@ -466,7 +399,7 @@ class Tiers:
                 if file is None:
                     self._disk_used -= stored.header.nbytes
 
-    def _read(self, stored: _Stored) -> None:
+    def _read(self, stored: Stored) -> None:
         assert stored.file is not None
         tensors = None
         try:
@@ -482,12 +415,12 @@ class Tiers:
                 else:
                     self._resident[stored] = None
 
-    def _is_dropped(self, stored: _Stored) -> bool:
+    def _is_dropped(self, stored: Stored) -> bool:
         with self._changed:
             self._settle()
             return stored.dropped
 
-    def _failed(self, stored: _Stored, failure: str) -> None:
+    def _failed(self, stored: Stored, failure: str) -> None:
         with self._changed:
             stored.failure = failure
             self.failures.append(failure)
@@ -505,7 +438,7 @@ def _remove(file: Path) -> None:
     file.unlink(missing_ok=True)
 
 
-def _remove_files(stored: Iterable[_Stored], process: int) -> None:
+def _remove_files(stored: Iterable[Stored], process: int) -> None:
     if os.getpid() == process:  # a forked child has no claim to them
         for one in stored:
             if one.file is not None and not one.kept:

@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.kv_manager.test_tiers import BLOCK, by_hand, put
 
-from longtail.kv_manager.tiers import Part
+from longtail.kv_manager.part import Part
 
 
 @dataclasses.dataclass(eq=False)

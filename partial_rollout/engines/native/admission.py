@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 
 from longtail.errors import SnapshotMismatch
 from longtail.kv_manager.manager import KVManager
+from longtail.kv_manager.part import Part
 from longtail.kv_manager.snapshot import Snapshot
-from longtail.kv_manager.tiers import Part, Tiers
+from longtail.kv_manager.tiers import Tiers
 from longtail.sequence import Sequence
 
 AHEAD = 8
