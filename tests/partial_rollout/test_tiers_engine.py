@@ -47,6 +47,8 @@ def finish(engine: NativeEngine, samples: list[Sample]) -> None:
 def evict(engine: NativeEngine) -> None:
     """Everything that is on disk leaves host memory, as if the budget were small."""
     engine.tiers.flush()
+    while engine.tiers.is_working:  # a read that a pause left behind
+        engine.tiers.wait(engine.tiers.changes)
     with engine.tiers._changed:
         for stored in [s for s in engine.tiers._resident if s.evictable]:
             engine.tiers._evict(stored)
@@ -200,6 +202,7 @@ def test_pause_and_abort_during_a_read(make_engine: EngineMaker, tmp_path: Path,
     engine.step()
     engine.abort([samples[0].id])
     engine.pause([samples[1].id])
+    assert [part._stored.pins for part in samples[1].snapshot.parts] == [0]
     gate.open.set()
     engine.tiers.flush()
     engine.pause([other.id], snapshot=False)
