@@ -19,6 +19,10 @@ class SnapshotMismatch(LongtailError):
     """A saved KV snapshot does not belong to these weights, this model or this sample."""
 
 
+class SnapshotCorrupt(SnapshotMismatch):
+    """A file of a snapshot is missing, damaged or foreign. The sample continues from its tokens."""
+
+
 class TraceError(LongtailError):
     """A trace file is missing, empty, truncated or not a longtail trace."""
 
