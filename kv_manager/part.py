@@ -78,7 +78,16 @@ class Part:
         """Why it could not be written or read, in words."""
         return self._stored.failure
 
+    @property
+    def is_being_written(self) -> bool:
+        return self._stored.work == "write"
+
     def keep(self) -> None:
-        """The file is somebody else's to remove."""
+        """The file is a store's: it outlives the part."""
         with self.tiers._changed:
             self._stored.kept = True
+
+    def give_back(self) -> None:
+        """The file goes with the part again."""
+        with self.tiers._changed:
+            self._stored.kept = False

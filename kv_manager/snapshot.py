@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtail.errors import SnapshotCorrupt, SnapshotMismatch
-from longtail.kv_manager.snapshot_file import PartHeader, is_part_name
+from longtail.kv_manager.part_name import is_part_name
+from longtail.kv_manager.snapshot_file import PartHeader
 from longtail.version import Fingerprint
 
 if TYPE_CHECKING:
@@ -53,12 +54,17 @@ class Snapshot:
         return all(part.file is not None for part in self.parts)
 
     @property
+    def is_being_written(self) -> bool:
+        """Whether it may become durable without anybody's doing."""
+        return any(part.is_being_written for part in self.parts)
+
+    @property
     def failure(self) -> str | None:
         """What went wrong with one of its parts: why it is not durable, or cannot be restored."""
         return next((part.failure for part in self.parts if part.failure is not None), None)
 
     def keep(self) -> None:
-        """Its files are somebody else's to remove: a store's, that has its record."""
+        """Its files are a store's, that has or is about to have its record."""
         for part in self.parts:
             part.keep()
 

@@ -22,7 +22,6 @@ import math
 import os
 import re
 import stat
-import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,10 +31,10 @@ import torch
 
 from longtail.errors import SnapshotCorrupt
 from longtail.kv_manager.encoding import Encoding, Shapes, encoded_shapes
+from longtail.kv_manager.part_name import TEMPORARY, is_part_name
 from longtail.version import Fingerprint
 
 FORMAT = 1
-_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8"}
 _NO_CHECKSUM = "0" * 8
@@ -109,14 +108,6 @@ class PartHeader:
             raise SnapshotCorrupt(f"not the header of saved KV ({error!r}): {record!r:.500}") from error
 
 
-def new_part_name() -> str:
-    return f"{uuid.uuid4().hex}.safetensors"
-
-
-def is_part_name(name: Any) -> bool:
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
-
-
 def part_tensors(header: PartHeader, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """Views of uint8 [header.nbytes]: the header's tensors, one after the other."""
     tensors, start = {}, 0
@@ -132,7 +123,7 @@ def write_part(directory: Path, name: str, header: PartHeader, tensors: Mapping[
     from longtail import __version__
 
     assert is_part_name(name), name
-    final, temporary = directory / name, directory / f"{name}.tmp"
+    final, temporary = directory / name, directory / f"{name}{TEMPORARY}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         try:

@@ -8,7 +8,7 @@ share the part that holds their prompt. Threads write and read files (reads do n
 waits for a disk. A part in host memory may be evicted when it is whole on disk and nobody has pinned it.
 
 A part lives as long as somebody refers to it. Its file goes with it, unless it was *kept* for a later process
-(`Part.keep`), whose store then owns the file. Files of a process that was killed stay behind.
+(`Part.keep`): then it is a store's, until that gives it back. Files of a process that was killed stay behind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ import torch
 from longtail.errors import SnapshotCorrupt, SnapshotMismatch
 from longtail.kv_manager.host_memory import HostMemory, footprint
 from longtail.kv_manager.part import Part, Stored
-from longtail.kv_manager.snapshot_file import PartHeader, new_part_name, part_tensors, read_part, write_part
+from longtail.kv_manager.part_name import new_part_name
+from longtail.kv_manager.snapshot_file import PartHeader, part_tensors, read_part, write_part
 
 Eviction = Literal["lru", "longest-remaining"]
 
@@ -152,13 +153,27 @@ class Tiers:
             return None if lost else part
 
     def use_disk(self, directory: Path) -> None:
-        """The disk tier, where none was configured: a store's directory. What is in host memory is written too."""
+        """The disk tier, where none was configured: a store's directory. What is in host memory is written too.
+        ValueError if saved KV goes to another directory."""
         with self._changed:
+            if self.directory is not None and self.directory.absolute() != directory.absolute():
+                raise ValueError(
+                    f"saved KV goes to {self.directory} already, a store keeps it in {directory}: leave TierConfig.disk"
+                    " out, and close the store that uses this engine before another one does"
+                )
             if self.directory is None:
                 directory.mkdir(parents=True, exist_ok=True)
                 self.directory = directory
                 for stored in self._resident:
                     self._write_behind(stored)
+
+    def leave_disk(self) -> None:
+        """Takes `use_disk` back, when all that is to be written is. What is there stays as it is."""
+        self.flush()
+        with self._changed:
+            self.directory = None if self.config.disk is None else Path(self.config.disk)
+            if self.directory is None:
+                self._unsaved.clear()
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -216,6 +231,19 @@ class Tiers:
                 self._changed.wait()
             self._touch(stored)
             return stored.tensors
+
+    def evict(self, parts: Iterable[Part]) -> None:
+        """Nobody will need these in host memory soon: frees it, of those that are on disk and not pinned."""
+        with self._changed:
+            for part in parts:
+                if part._stored.evictable:
+                    self._evict(part._stored)
+
+    def tidy(self) -> None:
+        """Buries what was dropped, and starts to write what there is room for then. Does not wait."""
+        with self._changed:
+            self._settle()
+            self._retry_writes()
 
     def flush(self) -> None:
         """Waits until everything that is to be written, and has room, is."""

@@ -84,10 +84,11 @@ CREATE TABLE samples (
     reward,                     -- a number; "nan" and "-0.0" as text, which SQLite would change
     checksum INTEGER NOT NULL,  -- CRC-32 of status to reward
     lost INTEGER NOT NULL DEFAULT 0,  -- tokens that were found damaged: on the ledger they failed
-    snapshot TEXT,              -- JSON of the KV files, NULL: none
+    snapshot TEXT,              -- JSON: checksum and record of its saved KV (saved_kv.py), NULL: none
     line TEXT NOT NULL          -- of the ledger
 );
 CREATE INDEX samples_by_group ON samples (group_id);
+CREATE INDEX samples_with_kv ON samples (name) WHERE snapshot IS NOT NULL;
 CREATE TABLE chunks (
     sample_id INTEGER NOT NULL REFERENCES samples (id),
     start INTEGER NOT NULL,     -- output position of the first token
@@ -185,6 +186,11 @@ class Database(SqliteFile):
         self.connection.executemany(f"UPDATE samples SET {settings} WHERE id = ?", rows)
         self.count({"generated": gained})
 
+    def save_kv(self, records: Mapping[str, str | None]) -> None:
+        """samples.snapshot, by sample."""
+        changes = [(text, name) for name, text in records.items()]
+        self.connection.executemany("UPDATE samples SET snapshot = ? WHERE name = ?", changes)
+
     def count(self, tokens: Mapping[Any, int]) -> None:
         """Adds to the ledger, by name."""
         changes = [(n, name) for name, n in tokens.items() if n]
@@ -231,7 +237,8 @@ class Database(SqliteFile):
         for damage in damages:
             sample, row = damage.sample, damage.row
             execute("DELETE FROM chunks WHERE sample_id = ?", (row,))
-            execute("UPDATE samples SET lost = lost + ?, num_tokens = 0 WHERE id = ?", (damage.lost, row))
+            settings = "lost = lost + ?, num_tokens = 0, snapshot = NULL"
+            execute(f"UPDATE samples SET {settings} WHERE id = ?", (damage.lost, row))
             self.count({"failed": damage.lost, "generated": -len(sample.output_ids)})  # `save` counts these again
             if not sample.prompt_ids:  # what cannot be read is emptied, so that the rest of the row can be
                 self._empty_group(row)
@@ -308,6 +315,11 @@ class Database(SqliteFile):
     def num_saved(self) -> dict[str, int]:
         """Output tokens of every sample of an open group, by name."""
         query = "SELECT s.name, s.num_tokens FROM groups g JOIN samples s ON s.group_id = g.id WHERE g.delivery IS NULL"
+        return dict(self.query(query))
+
+    def saved_kv(self) -> dict[str, bytes]:
+        """samples.snapshot by sample, of those that have any; as bytes, for it may be damaged."""
+        query = "SELECT name, CAST(snapshot AS BLOB) FROM samples WHERE snapshot IS NOT NULL"
         return dict(self.query(query))
 
     def open_groups(self) -> tuple[list[Group], list[Damage]]:

@@ -8,11 +8,12 @@ rollout.update_weights(weights, version)   # the next collect() resumes what was
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longtail.errors import LongtailError
+from longtail.errors import LongtailError, StoreFull
 from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engine import Engine
 from longtail.partial_rollout.repetition import RepetitionDetector
@@ -29,7 +30,8 @@ class Rollout:
     where the last commit left it (submit only what `id in rollout.store` denies; see `SampleStore` for what a trainer
     does that was killed itself). A `SampleStore` for its settings; None: in memory. `close`, or leaving a
     `with Rollout(...)`, closes it.
-    snapshots: keep the KV of paused samples (else they continue from their tokens, to the same result).
+    snapshots: keep the KV of paused samples (else they continue from their tokens, to the same result); with a store on
+    disk, there too, in `<store>/kv`, so that they continue from it in a later process.
     repetition: end looping responses early, with finish_reason "repetition".
     """
 
@@ -46,6 +48,13 @@ class Rollout:
         self.engine = engine
         self.strategy: Strategy = Sync() if strategy is None else strategy
         self.store = store if isinstance(store, SampleStore) else SampleStore(store)
+        try:
+            if snapshots and engine.tiers is not None:
+                self.store.use_tiers(engine.tiers)
+        except BaseException:
+            if self.store is not store:
+                self.store.close()
+            raise
         self.snapshots = snapshots
         self.repetition = repetition
         self.listener = listener
@@ -55,7 +64,7 @@ class Rollout:
         """What the ledger knows of the engine's counts."""
 
     def close(self) -> None:
-        """Closes the store. The engine stays the caller's."""
+        """Closes the store, when the KV of paused samples is on its disk. The engine stays the caller's."""
         self.store.close()
 
     def __enter__(self) -> Rollout:
@@ -160,6 +169,8 @@ class Rollout:
 
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """Between collects. Paused samples keep their tokens, with the version that made each."""
+        with contextlib.suppress(StoreFull):  # the next commit says so; this one records the KV that is on disk by now
+            self.store.commit()
         self.engine.update_weights(weights, version)
 
     def _admit(self, strategy: Strategy, state: RolloutState) -> None:

@@ -14,14 +14,22 @@ twice; then it goes on with `collect`. `prune(number)` forgets what no checkpoin
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longtail.errors import StoreError
 from longtail.partial_rollout.database import Database, Delivery
 from longtail.partial_rollout.ledger import BESIDE, LINES, WASTED, Beside, Ledger, Line, line_of
+from longtail.partial_rollout.saved_kv import FOLDER, SavedKV, record_of
+from longtail.partial_rollout.sqlite_file import named
 from longtail.sample import Group, Sample
+
+if TYPE_CHECKING:
+    from longtail.kv_manager.snapshot import Snapshot
+    from longtail.kv_manager.tiers import Tiers
 
 
 class SampleStore:
@@ -44,6 +52,7 @@ class SampleStore:
             if damages:
                 with database.transaction(durable=True):
                     database.write_off(damages)
+            self._saved_kv = None if self.directory is None else self._open_kv(self.directory)
         except BaseException:
             database.close()
             raise
@@ -54,15 +63,40 @@ class SampleStore:
         """What the next commit adds to the ledger."""
         self._last_commit = time.monotonic()
         self.damages = [f"{damage.found}; {damage.done}" for damage in damages]
-        """What was found damaged when the store was opened, and what was done about it."""
+        """What was found damaged when the store was opened, or an engine came to it, and what was done about it."""
+        self._name_kv_faults(())
+
+    def _open_kv(self, directory: Path) -> SavedKV:
+        saved = SavedKV(directory / FOLDER, self._database.saved_kv())
+        with named(directory):
+            saved.sweep()
+        return saved
+
+    def _name_kv_faults(self, named_before: Collection[str]) -> None:
+        for sample_id, fault in ({} if self._saved_kv is None else self._saved_kv.faults).items():
+            if sample_id not in named_before:
+                self.damages.append(f"sample {sample_id}: {fault}; it continues from its tokens")
+
+    def use_tiers(self, tiers: Tiers) -> None:
+        """An engine with these tiers runs the samples: their saved KV goes to the store's directory, and what is there
+        comes back. A store in memory keeps none. ValueError if the tiers write to another directory."""
+        if self._saved_kv is not None:
+            before = set(self._saved_kv.faults)
+            with named(self.directory):
+                self._saved_kv.use(tiers, self.unfinished())
+            self._name_kv_faults(before)
 
     def close(self) -> None:
-        """Commits, and gives the directory back. May be called again."""
+        """Commits, with all saved KV that the disk takes, and gives the directory back. May be called again."""
         if self._database.is_open:
             try:
-                self.commit()
+                self.flush()
             finally:
-                self._database.close()
+                try:
+                    if self._saved_kv is not None:
+                        self._saved_kv.close()
+                finally:
+                    self._database.close()
 
     def __enter__(self) -> SampleStore:
         return self
@@ -90,7 +124,7 @@ class SampleStore:
                 if sample.group_id != group.id:
                     raise ValueError(f"sample {sample.id!r} has group_id {sample.group_id!r}, not {group.id!r}")
                 samples[sample.id] = sample
-        with self._database.transaction(durable=True):
+        with self._transaction(()):
             self._database.add_groups(batch)
             self._database.save(s for s in samples.values() if s.output_ids or s.is_done)
         self._groups |= {group.id: group for group in batch}
@@ -148,11 +182,12 @@ class SampleStore:
 
     def _leave(self, groups: list[Group], lines: Mapping[str, Line], iteration: int | None) -> int:
         samples = [s for group in groups for s in group.samples]
-        with self._database.transaction(durable=True):
+        with self._transaction(samples, leaving=samples):
             self._database.save(samples)
             number = self._database.leave(groups, lines, iteration)
         for sample in samples:
             self._watched.pop(sample.id, None)
+            sample.snapshot = None  # nobody will continue it
         for group in groups:
             del self._groups[group.id]
         return number
@@ -215,12 +250,34 @@ class SampleStore:
         if tokens:
             raise ValueError(f"the ledger counts no {', '.join(tokens)}; it counts {', '.join(BESIDE)}")
 
-    def commit(self) -> None:
-        """Writes what has changed, from the thread that runs the engine.
+    @contextlib.contextmanager
+    def _transaction(
+        self, samples: Iterable[Sample], leaving: Iterable[Sample] = (), *, durable: bool = True
+    ) -> Iterator[None]:
+        """All or nothing; records the saved KV that is whole on disk. samples: that an engine may have changed."""
+        saved = self._saved_kv
+        changes: dict[str, Snapshot | None] = {} if saved is None else saved.changes(samples, leaving)
+        with self._database.transaction(durable=durable):
+            yield
+            self._database.save_kv({name: record_of(snapshot) for name, snapshot in changes.items()})
+        if saved is not None:
+            saved.committed(changes, durable=durable)
+
+    def flush(self) -> None:
+        """Commits to the disk, and waits for the saved KV that is on its way there: after it, neither a kill nor a
+        power cut costs anything. (`commit` waits for neither.) For a trainer that has a long step ahead."""
+        self.commit()
+        if self._saved_kv is not None:
+            self._saved_kv.flush()
+        self.commit(durable=True)
+
+    def commit(self, *, durable: bool = False) -> None:
+        """Writes what has changed, from the thread that runs the engine. durable: see `flush`; without, a power cut may
+        take the last commits (a kill does not).
 
         StoreFull and other StoreErrors leave the samples as they are; the next commit tries again."""
         samples, beside = list(self._watched.values()), dict(self._beside)
-        with self._database.transaction(durable=False):
+        with self._transaction(samples, durable=durable):
             self._database.save(samples)
             self._database.count(beside)
         self._beside = dict.fromkeys(BESIDE, 0)
@@ -242,7 +299,7 @@ class SampleStore:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def snapshot_bytes(self) -> int:
-        """Host memory held by snapshots of paused samples."""
+        """Of snapshots of paused samples, wherever they are."""
         return sum(s.snapshot.nbytes for s in self.unfinished() if s.snapshot is not None)
 
     def check_balance(self) -> None:
@@ -266,4 +323,6 @@ class SampleStore:
                 seen.add(sample.id)
                 sample.check_integrity()
                 assert sample.is_done == (sample.finish_reason is not None or sample.status == "failed"), sample.id
+        if self._saved_kv is not None:
+            self._saved_kv.check_integrity(self._database.saved_kv())
         self.check_balance()

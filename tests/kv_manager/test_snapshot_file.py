@@ -17,12 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from longtail.errors import SnapshotCorrupt
 from longtail.kv_manager import snapshot_file
+from longtail.kv_manager.part_name import is_part_name, new_part_name
 from longtail.kv_manager.snapshot import Snapshot
 from longtail.kv_manager.snapshot_file import (
     PartHeader,
     check_part,
-    is_part_name,
-    new_part_name,
     part_tensors,
     read_part,
     write_part,

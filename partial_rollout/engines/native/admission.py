@@ -105,10 +105,13 @@ class Admission:
         seq.kv = "recomputed" if seq.sample.output_ids else "computed"
         seq.refused = None
         snapshot = seq.sample.snapshot
-        if snapshot is None or not self._can_use(snapshot):
+        if snapshot is None:
             return self._attach_prompt(seq)
-        if seq in self._refused:
+        if not self._can_use(snapshot):
+            seq.refused = f"saved KV of {seq.sample.id} is of other weights, or less exact than the settings ask"
+        elif seq in self._refused:
             seq.refused = self._refused[seq]
+        if seq.refused is not None:
             return self._attach_prompt(seq)
         start = self.now()
         try:
