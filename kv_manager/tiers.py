@@ -20,7 +20,8 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Literal
 
@@ -87,6 +88,7 @@ class Tiers:
         """Of parts that nobody refers to any more. The garbage collector may find them anywhere, also while this thread
         holds a lock; this queue's `put` is safe there, and nothing else would be."""
         self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._removals: list[Future[None]] = []
         weakref.finalize(self, _remove_files, self._stored, os.getpid())  # at the latest at the end of the process
 
     # -- in ------------------------------------------------------------------------------------------------------------
@@ -110,6 +112,9 @@ class Tiers:
             if part is not None:
                 self._touch(part._stored)
                 part._stored.remaining = min(part._stored.remaining, remaining)  # whoever comes back first needs it
+                if part.file is None and not part._stored.work:
+                    part._stored.failure = None  # the disk was full, and may not be any more
+                    self._write_behind(part._stored)
                 return part
             if not self._reserve(footprint(header.nbytes), wait):
                 self.failures.append(self.no_room(header.nbytes))
@@ -168,8 +173,9 @@ class Tiers:
                     self._write_behind(stored)
 
     def leave_disk(self) -> None:
-        """Takes `use_disk` back, when all that is to be written is. What is there stays as it is."""
+        """Takes `use_disk` back, when all that is to be written or removed is. Files of parts that live on stay."""
         self.flush()
+        wait_for(self._removals)
         with self._changed:
             self.directory = None if self.config.disk is None else Path(self.config.disk)
             if self.directory is None:
@@ -363,7 +369,9 @@ class Tiers:
             self._disk_used -= stored.header.nbytes
             if not stored.kept:
                 try:
-                    self._thread("write").submit(_remove, stored.file)  # freeing many blocks takes the system its time
+                    # Freeing many blocks takes the system its time.
+                    self._removals = [f for f in self._removals if not f.done()]
+                    self._removals.append(self._thread("write").submit(_remove, stored.file))
                 except RuntimeError:  # the interpreter is ending
                     _remove(stored.file)
 

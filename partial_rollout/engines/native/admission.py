@@ -108,7 +108,8 @@ class Admission:
         if snapshot is None:
             return self._attach_prompt(seq)
         if not self._can_use(snapshot):
-            seq.refused = f"saved KV of {seq.sample.id} is of other weights, or less exact than the settings ask"
+            what = "of other weights" if snapshot.is_exact else "of other weights, or less exact than the settings ask"
+            seq.refused = f"saved KV of {seq.sample.id} is {what}"
         elif seq in self._refused:
             seq.refused = self._refused[seq]
         if seq.refused is not None:
