@@ -36,10 +36,12 @@ def list_store(
     if as_json:
         print(json.dumps(found))
         return
+    saved = found["saved_kv"]
     _print(
         f"{directory}: {found['groups']:,} groups, {found['samples']:,} samples, {found['tokens']:,} tokens,"
         f" {found['bytes'] / 1e6:,.1f} MB; iteration {found['iteration']}, last delivery {found['last_delivery']}"
         + (f" (pruned up to {found['pruned_up_to']})" if found["pruned_up_to"] else "")
+        + (f"; saved KV of {saved['samples']:,} samples, {saved['bytes'] / 1e6:,.1f} MB" if saved["samples"] else "")
     )
     rows: list[Sequence[Any]] = [
         (g["group"], f"{g['done']} / {g['samples']}", g["failed"], f"{g['tokens']:,}", _range(g["staleness"]))
@@ -72,16 +74,23 @@ def show(
         _print(ledger_table(found))
     elif "samples" in found:
         _print(f"group {found['group']}: {found['state']}; task: {json.dumps(found['task'])}")
-        columns = ("sample", "status", "finish_reason", "line", "tokens", "reward", "damage")
+        columns = ("sample", "status", "finish_reason", "line", "tokens", "reward", "saved KV", "damage")
+        for sample in found["samples"]:
+            sample["saved KV"] = _saved_kv(sample["saved_kv"])
         rows = [tuple(_text(s[column]) for column in columns) for s in found["samples"]]
         _print_rows("Samples", columns, rows, len(rows))
     else:
+        saved = found["saved_kv"]
+        found["saved_kv"] = saved and "\n".join([str(_saved_kv(saved)), *saved["files"]])
         _print_rows("Sample", ("", ""), [(key, _text(value)) for key, value in found.items()], len(found))
 
 
 @app.command()
 def verify(directory: Directory) -> None:
-    """Check every checksum and every conservation law. Status 1 if something is wrong. Changes nothing."""
+    """Check every checksum and every conservation law, saved KV included. Status 1 if something is wrong. Changes
+    nothing. Lists KV files that no sample refers to (a kill leaves some): gc removes them, and so does opening."""
+    from longtail.partial_rollout.saved_kv import unnamed
+
     problems = []
     for what, check in CHECKS.items():
         found = check(directory)
@@ -91,6 +100,9 @@ def verify(directory: Directory) -> None:
         print(problem)
     if problems:
         raise typer.Exit(1)
+    with _reading(directory) as database:
+        for file in unnamed(database):
+            _print(f"{file}: no sample refers to it")
 
 
 @app.command()
@@ -102,14 +114,18 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed")] = False,
 ) -> None:
     """Remove the tokens of groups that were thrown away and, with --before, of deliveries that no trainer will ask for
-    again. Ids stay taken and the ledger stays as it is. Not while a run has the store open."""
+    again, and KV files that no sample refers to. Ids stay taken and the ledger stays as it is. Not while a run has the
+    store open."""
     from longtail.partial_rollout.database import Database
+    from longtail.partial_rollout.saved_kv import unnamed
 
     last = 0 if before is None else before - 1
     with _reading(directory) as database:
         groups, tokens = database.prunable(last)
+        files = unnamed(database)
     if dry_run:
-        _print(f"would forget {groups:,} groups of {tokens:,} tokens")
+        also = f", and remove {_files(files)}" if files else ""
+        _print(f"would forget {groups:,} groups of {tokens:,} tokens{also}")
         return
     database = Database(directory)
     try:
@@ -118,6 +134,11 @@ def gc(
             database.prune(last)
         database.vacuum()
         _print(f"forgot {groups:,} groups of {tokens:,} tokens; freed {(size - database.size()) / 1e6:,.1f} MB")
+        if files := unnamed(database):  # again, with the lock: nobody is about to record one
+            text = _files(files)
+            for file in files:
+                file.unlink()
+            _print(f"removed {text}")
     finally:
         database.close()
 
@@ -147,7 +168,18 @@ def _check_database(directory: Path) -> list[str]:
         return [str(error)]
 
 
-CHECKS = {"samples and ledger": _check_database}
+def _check_saved_kv(directory: Path) -> list[str]:
+    from longtail.errors import StoreCorrupt
+    from longtail.partial_rollout.saved_kv import problems
+
+    try:
+        with _reading(directory) as database:
+            return problems(database)
+    except StoreCorrupt as error:
+        return [str(error)]
+
+
+CHECKS = {"samples and ledger": _check_database, "saved KV": _check_saved_kv}
 """What `verify` looks at; each takes the directory and returns its problems."""
 
 
@@ -184,6 +216,17 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
     return table
+
+
+def _saved_kv(saved: dict[str, Any] | None) -> str | None:
+    if saved is None:
+        return None
+    return saved.get("damage") or f"{saved['tokens']:,} tokens, {saved['bytes'] / 1e6:,.1f} MB"
+
+
+def _files(files: Sequence[Path]) -> str:
+    size = sum(file.stat().st_size for file in files)
+    return f"{len(files):,} KV files of {size / 1e6:,.1f} MB that no sample refers to"
 
 
 def _text(value: Any) -> str:

@@ -17,6 +17,7 @@ the sample ends, or its group leaves.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections import Counter
@@ -24,13 +25,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longtail.errors import SnapshotCorrupt, StoreError
+from longtail.errors import SnapshotCorrupt, SnapshotMismatch, StoreError
 from longtail.kv_manager.part_name import TEMPORARY, is_part_name
 
 if TYPE_CHECKING:
     from longtail.kv_manager.part import Part
     from longtail.kv_manager.snapshot import Snapshot
+    from longtail.kv_manager.snapshot_file import PartHeader
     from longtail.kv_manager.tiers import Tiers
+    from longtail.partial_rollout.database import Database
     from longtail.sample import Sample
 
 FOLDER = "kv"
@@ -227,6 +230,7 @@ def parse(text: bytes) -> dict[str, Any]:
             raise SnapshotCorrupt("the record of its saved KV is damaged")
         record: dict[str, Any] = json.loads(inner)
         names_in(record)
+        int(record["num_tokens"])
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise SnapshotCorrupt("the record of its saved KV is damaged") from error
     return record
@@ -243,6 +247,75 @@ def names_in(record: Mapping[str, Any]) -> tuple[str, ...]:
 def by_name(snapshot: Snapshot) -> dict[str, Part]:
     """Its parts by the names of their files, in order."""
     return {part.file.name: part for part in snapshot.parts if part.file is not None}
+
+
+# ---- what `longtail store` asks
+
+
+def problems(database: Database) -> list[str]:
+    """What is wrong with the saved KV of a store: records, files, and whether they fit each other and the samples.
+    Beside a run, what it changes meanwhile is no problem."""
+    found: list[str] = []
+    whole: dict[str, PartHeader] = {}
+    for sample_id, text in database.saved_kv().items():
+        try:
+            _check(database, sample_id, text, whole)
+        except (SnapshotMismatch, StoreError) as error:
+            if database.saved_kv().get(sample_id) == text:
+                found.append(f"sample {sample_id}: {error}")
+    return found
+
+
+def _check(database: Database, sample_id: str, text: bytes, whole: dict[str, PartHeader]) -> None:
+    """whole: headers of the files that were checked, by name."""
+    from longtail.kv_manager.snapshot import Snapshot
+    from longtail.kv_manager.snapshot_file import check_part
+    from longtail.kv_manager.tiers import Tiers
+
+    directory, record = folder_of(database), parse(text)
+    check_folder(directory)
+    snapshot = Snapshot.from_record(sample_id, record, directory, Tiers())
+    for name, part in zip(names_in(record), snapshot.parts, strict=True):
+        if name not in whole:
+            whole[name] = check_part(directory / name)
+        if whole[name] != part.header:
+            raise SnapshotCorrupt(f"{directory / name}: holds something else than its record says")
+    groups, _ = database.load("g.id = (SELECT group_id FROM samples WHERE name = ?)", (sample_id,))
+    (sample,) = (s for group in groups for s in group.samples if s.id == sample_id)
+    if sample.is_done:
+        raise SnapshotMismatch("it is finished, and its row still names saved KV")
+    header = snapshot.parts[0].header if snapshot.parts else None
+    known = [*sample.prompt_ids, *sample.output_ids]
+    snapshot.check(sample_id, known, snapshot.layout, "" if header is None else header.dtype)
+
+
+def unnamed(database: Database) -> list[Path]:
+    """Files that no row names: what a killed process left, or what a running one has not recorded yet."""
+    names: set[str] = set()
+    for text in database.saved_kv().values():
+        with contextlib.suppress(SnapshotCorrupt):
+            names.update(names_in(parse(text)))
+    return orphans(folder_of(database), names)
+
+
+def overview(database: Database) -> dict[str, dict[str, Any]]:
+    """Of each sample that has saved KV: how many tokens it covers, its files, and their bytes on disk."""
+    out: dict[str, dict[str, Any]] = {}
+    for sample_id, text in database.saved_kv().items():
+        try:
+            record = parse(text)
+            files = [folder_of(database) / name for name in names_in(record)]
+            size = sum(file.stat().st_size for file in files)
+        except (SnapshotCorrupt, OSError) as error:
+            out[sample_id] = {"tokens": 0, "bytes": 0, "files": [], "damage": str(error)}
+        else:
+            out[sample_id] = {"tokens": record["num_tokens"], "bytes": size, "files": [str(f) for f in files]}
+    return out
+
+
+def folder_of(database: Database) -> Path:
+    assert database.directory is not None
+    return database.directory / FOLDER
 
 
 # ---- files

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+from longtail.partial_rollout import saved_kv
 from longtail.partial_rollout.database import Database
 from longtail.sample import Sample
 
@@ -30,10 +32,18 @@ def overview(database: Database) -> dict[str, Any]:
             "last_delivery": database.last_delivery(),
             "pruned_up_to": database.last_pruned(),
             "bytes": database.size(),
+            "saved_kv": _totals(saved_kv.overview(database)),
             "ledger": database.ledger().as_dict(),
             "open": _open_groups(database, newest or 0),
             "deliveries": _deliveries(database),
         }
+
+
+def _totals(saved: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """A file that samples share counts once."""
+    files = {file for one in saved.values() for file in one["files"]}
+    nbytes = sum(Path(file).stat().st_size for file in files if Path(file).is_file())
+    return {"samples": len(saved), "tokens": sum(one["tokens"] for one in saved.values()), "bytes": nbytes}
 
 
 def _open_groups(database: Database, newest: int) -> list[dict[str, Any]]:
@@ -84,7 +94,10 @@ def details(database: Database, name: str) -> dict[str, Any] | None:
         places = {s: (line, lost) for s, line, lost in database.query(_PLACES, (row,))}
         found_damaged = {d.sample.id: d.found for d in damages}
         pruned = delivery is not None and (delivery == -1 or 0 < delivery <= database.last_pruned())
+        saved = saved_kv.overview(database)
         samples = [_sample(s, *places[s.id], None if pruned else found_damaged.get(s.id)) for s in groups[0].samples]
+        for sample in samples:
+            sample["saved_kv"] = saved.get(sample["sample"])
     if name != group_name:
         return {"group": group_name, **next(s for s in samples if s["sample"] == name)}
     state = "open" if delivery is None else "thrown away" if delivery < 1 else f"delivery {delivery}"

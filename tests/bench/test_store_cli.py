@@ -12,6 +12,8 @@ from typer.testing import CliRunner, Result
 from longtail import Group, SampleStore, StoreLocked
 from longtail.bench.cli import app
 
+SOUND = "samples and ledger: sound\nsaved KV: sound\n"
+
 
 def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["store", *map(str, arguments)], env={"COLUMNS": "200"})
@@ -103,13 +105,14 @@ def test_show(directory: Path) -> None:
 
 
 def test_verify(directory: Path) -> None:
-    assert output("verify", directory) == "samples and ledger: sound\n"
+    assert output("verify", directory) == SOUND
     flip(directory, "chunks", "tokens", "sample_id = (SELECT id FROM samples WHERE name = 'open/0')")
     flip(directory, "chunks", "tokens", "sample_id = (SELECT id FROM samples WHERE name = 'b/1')")
     result = call("verify", directory)
     assert result.exit_code == 1
     assert result.output.splitlines() == [
         "samples and ledger: 2 problems",
+        "saved KV: sound",
         "sample b/1: output tokens 0 to 499 are damaged",
         "sample open/0: output tokens 0 to 6 are damaged",
     ]
@@ -127,7 +130,7 @@ def test_gc(directory: Path) -> None:
     assert output("gc", directory).startswith("forgot 1 groups of 300 tokens; freed ")
     assert output("gc", directory, "--before", 2).startswith("forgot 1 groups of 800 tokens; freed ")
     assert output("gc", directory, "--before", 2).startswith("forgot 0 groups of 0 tokens")
-    assert output("verify", directory) == "samples and ledger: sound\n"
+    assert output("verify", directory) == SOUND
     assert json.loads(output("show", directory, "a", "--json"))["state"] == "delivery 1, pruned"
     found = json.loads(output("ls", directory, "--json"))
     assert found["pruned_up_to"] == 1 and [d["number"] for d in found["deliveries"]] == [2]
