@@ -147,6 +147,49 @@ def bench_engine(
         print(json.dumps(result))
 
 
+@bench.command("kv")
+def bench_kv(
+    directory: Annotated[Path, typer.Option(help="On the disk to measure; nothing is left there")] = Path("."),
+    model: Annotated[str, typer.Option(help="Model name, directory or hub id")] = "smollm2-135m",
+    sequences: Annotated[int, typer.Option(min=1, help="Saved and restored, of 1k to 4k tokens each")] = 6,
+    samples: Annotated[int, typer.Option(min=1, help="In the largest store")] = 10_000,
+    resume_tokens: Annotated[int, typer.Option(min=1, help="Restored, and computed again, to compare")] = 2048,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; ratios are taken pair by pair")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as the last line of stdout")] = False,
+) -> None:
+    """What saving KV and keeping samples on disk cost, as ratios measured in one run. About two minutes, and 2 GB of
+    memory and of disk; 32 sequences: 8 GB."""
+    from longtail.bench import kv_tables
+    from longtail.bench.kv_bench import KVBenchConfig
+    from longtail.bench.overhead_bench import OverheadBenchConfig
+    from longtail.bench.store_bench import StoreBenchConfig
+
+    if not directory.is_dir():
+        raise ValueError(f"directory must be there; {directory} is not")
+    source = _resolve(model)
+    kv = KVBenchConfig(
+        directory=directory,
+        model=source,
+        sequences=sequences,
+        resume_tokens=resume_tokens,
+        repeats=repeats,
+        threads=threads,
+    )
+    store = StoreBenchConfig(sizes=kv_tables.sizes_up_to(samples))
+    overhead = OverheadBenchConfig(model=source, repeats=repeats, threads=threads)
+    with console.status("measuring") as status:
+        result = kv_tables.run(kv, store, overhead, progress=lambda text: status.update(text))
+    for table in kv_tables.tables(result):
+        console.print(table)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1))
+    if as_json:
+        print(json.dumps(result))
+
+
 def _resolve(name: str) -> Path | str:
     from longtail.bench.models import resolve_model
 
