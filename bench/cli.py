@@ -151,7 +151,7 @@ def bench_engine(
 def bench_kv(
     directory: Annotated[Path, typer.Option(help="On the disk to measure; nothing is left there")] = Path("."),
     model: Annotated[str, typer.Option(help="Model name, directory or hub id")] = "smollm2-135m",
-    sequences: Annotated[int, typer.Option(min=1, help="Saved and restored, of 1k to 4k tokens each")] = 6,
+    sequences: Annotated[int, typer.Option(min=1, help="Saved and restored, of 1k to 4k tokens each")] = 4,
     samples: Annotated[int, typer.Option(min=1, help="In the largest store")] = 10_000,
     resume_tokens: Annotated[int, typer.Option(min=1, help="Restored, and computed again, to compare")] = 2048,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; ratios are taken pair by pair")] = 3,

@@ -88,7 +88,8 @@ def run(config: KVBenchConfig, progress: Callable[[str], None]) -> dict[str, Any
 
 
 def copy_rows(config: KVBenchConfig, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    from longtail.kv_manager.tiers import TierConfig, Tiers
+    from longtail.kv_manager.tier_config import TierConfig
+    from longtail.kv_manager.tiers import Tiers
 
     kv, sequences = filled(config)
     nbytes = sum(len(seq.block_table) for seq in sequences) * kv.bytes_per_block
@@ -221,7 +222,8 @@ def restore_all(
 def on_disk_only(kv: KVManager, snapshot: Snapshot) -> Snapshot:
     """The same snapshot as a later process finds it: neither in our memory nor in the page cache."""
     from longtail.kv_manager.snapshot import Snapshot
-    from longtail.kv_manager.tiers import TierConfig, Tiers
+    from longtail.kv_manager.tier_config import TierConfig
+    from longtail.kv_manager.tiers import Tiers
 
     snapshot.keep()
     record = snapshot.to_record()

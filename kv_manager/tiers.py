@@ -13,15 +13,14 @@ A part lives as long as somebody refers to it. Its file goes with it, unless it 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import queue
+import shutil
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -32,34 +31,7 @@ from longtail.kv_manager.host_memory import HostMemory, footprint
 from longtail.kv_manager.part import Part, Stored
 from longtail.kv_manager.part_name import new_part_name
 from longtail.kv_manager.snapshot_file import PartHeader, part_tensors, read_part, write_part
-
-Eviction = Literal["lru", "longest-remaining"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TierConfig:
-    """Checked at construction."""
-
-    host_bytes: int | None = None
-    """Host memory for saved KV; None: no limit."""
-    host_idle_bytes: int = 4 << 30
-    """Of this memory, what may stay allocated for the next save when nothing is saved in it."""
-    disk: str | Path | None = None
-    """Directory for what host memory has no room for, and for what is to outlive the process; None: no disk tier."""
-    disk_bytes: int | None = None
-    """None: until the disk is full."""
-    eviction: Eviction = "lru"
-    """What leaves host memory first: the least recently used, or the sample that may still grow longest."""
-
-    def __post_init__(self) -> None:
-        for name in ("host_bytes", "host_idle_bytes", "disk_bytes"):
-            value = getattr(self, name)
-            if value is None and name != "host_idle_bytes":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be a number of bytes, not {value!r}")
-        if self.eviction not in ("lru", "longest-remaining"):
-            raise ValueError(f'eviction must be "lru" or "longest-remaining", not {self.eviction!r}')
+from longtail.kv_manager.tier_config import TierConfig
 
 
 class Tiers:
@@ -88,7 +60,7 @@ class Tiers:
         """Of parts that nobody refers to any more. The garbage collector may find them anywhere, also while this thread
         holds a lock; this queue's `put` is safe there, and nothing else would be."""
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        self._removals: list[Future[None]] = []
+        self._removing = 0
         weakref.finalize(self, _remove_files, self._stored, os.getpid())  # at the latest at the end of the process
 
     # -- in ------------------------------------------------------------------------------------------------------------
@@ -175,8 +147,9 @@ class Tiers:
     def leave_disk(self) -> None:
         """Takes `use_disk` back, when all that is to be written or removed is. Files of parts that live on stay."""
         self.flush()
-        wait_for(self._removals)
         with self._changed:
+            while self._removing:
+                self._changed.wait()
             self.directory = None if self.config.disk is None else Path(self.config.disk)
             if self.directory is None:
                 self._unsaved.clear()
@@ -369,24 +342,39 @@ class Tiers:
             self._disk_used -= stored.header.nbytes
             if not stored.kept:
                 try:
-                    # Freeing many blocks takes the system its time.
-                    self._removals = [f for f in self._removals if not f.done()]
-                    self._removals.append(self._thread("write").submit(_remove, stored.file))
+                    # In a thread: freeing many blocks takes the system its time.
+                    self._thread("write").submit(self._remove, stored.file)
+                    self._removing += 1
                 except RuntimeError:  # the interpreter is ending
                     _remove(stored.file)
 
     def _write_behind(self, stored: Stored) -> None:
         if self.directory is None or stored.file is not None or stored.work or stored.failure:
             return
-        nbytes, budget = stored.header.nbytes, self.config.disk_bytes
-        if budget is not None and self._disk_used + nbytes > budget:
+        nbytes, full = stored.header.nbytes, self._disk_is_full(stored.header.nbytes)
+        if full is not None:
             if stored not in self._unsaved:
                 self._unsaved[stored] = None
-                self.failures.append(f"no room on disk for {nbytes} bytes of saved KV (disk_bytes is {budget})")
+                self.failures.append(f"no room on disk for {nbytes} bytes of saved KV ({full})")
             return
         self._unsaved.pop(stored, None)
         self._disk_used += nbytes
         self._start("write", stored, self._write)
+
+    def _disk_is_full(self, nbytes: int) -> str | None:
+        """Why there is no room for so many bytes more."""
+        assert self.directory is not None
+        budget, spare = self.config.disk_bytes, self.config.disk_spare_bytes
+        if budget is not None and self._disk_used + nbytes > budget:
+            return f"disk_bytes is {budget}"
+        if spare == 0:
+            return None
+        try:
+            free = shutil.disk_usage(self.directory).free
+        except OSError:  # the write will say what is wrong
+            return None
+        under_way = sum(s.header.nbytes for s in self._stored if s.work == "write")
+        return f"{free} are free, and disk_spare_bytes is {spare}" if free - under_way - nbytes < spare else None
 
     def _retry_writes(self) -> None:
         for stored in list(self._unsaved):
@@ -450,6 +438,14 @@ class Tiers:
                     self._host_used -= stored.host_bytes
                 else:
                     self._resident[stored] = None
+
+    def _remove(self, file: Path) -> None:
+        try:
+            _remove(file)
+        finally:
+            with self._changed:
+                self._removing -= 1
+                self._changed.notify_all()
 
     def _is_dropped(self, stored: Stored) -> bool:
         with self._changed:

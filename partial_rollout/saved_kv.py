@@ -154,7 +154,7 @@ class SavedKV:
             if snapshot is not None:
                 self._pending.pop(sample_id, None)
                 self._refer(sample_id, tuple(by_name(snapshot)))
-        if durable and self._unreferenced:
+        if durable:
             self._let_go()
 
     def flush(self) -> None:
@@ -198,7 +198,7 @@ class SavedKV:
                 del part
         self._unreferenced.clear()
         if self._tiers is not None:
-            self._tiers.tidy()
+            self._tiers.tidy()  # removes them, and writes what there was no room for
 
     def _evict(self, sample_ids: Iterable[str]) -> None:
         """Samples that run have their KV on the device: no need of a copy in host memory. (Siblings may need the

@@ -72,7 +72,7 @@ PROBLEMS: dict[str, tuple[Callable[[Path], object], str, set[str]]] = {
     "swapped": (swap, "holds something else than its record says", {"a/0", "a/1"}),
     "row-flipped": (flip_the_row, "the record of its saved KV is damaged", {"a/0"}),
     "row-of-another": (of_another_sample, "covers other tokens than the sample holds", {"a/0"}),
-    "row-foreign": (foreign_record, "record of its saved KV is damaged", {"a/0"}),
+    "row-foreign": (foreign_record, "its record is damaged", {"a/0"}),
 }
 
 

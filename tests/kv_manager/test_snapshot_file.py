@@ -26,7 +26,8 @@ from longtail.kv_manager.snapshot_file import (
     read_part,
     write_part,
 )
-from longtail.kv_manager.tiers import TierConfig, Tiers
+from longtail.kv_manager.tier_config import TierConfig
+from longtail.kv_manager.tiers import Tiers
 from longtail.version import Fingerprint
 
 NAME = "0123456789abcdef" * 2 + ".safetensors"

@@ -25,7 +25,8 @@ from longtail.errors import SnapshotCorrupt, SnapshotMismatch
 from longtail.kv_manager import tiers
 from longtail.kv_manager.part import Part
 from longtail.kv_manager.snapshot_file import PartHeader, write_part
-from longtail.kv_manager.tiers import TierConfig, Tiers
+from longtail.kv_manager.tier_config import TierConfig
+from longtail.kv_manager.tiers import Tiers
 
 BLOCK = 2048
 
@@ -291,7 +292,8 @@ def test_files_go_with_the_tiers(tmp_path: Path) -> None:
 LEAVES = """
 import os, sys
 from tests.kv_manager.test_tiers import must, put
-from longtail.kv_manager.tiers import TierConfig, Tiers
+from longtail.kv_manager.tier_config import TierConfig
+from longtail.kv_manager.tiers import Tiers
 t = Tiers(TierConfig(disk=sys.argv[1]))
 a, b = must(put(t, "a")), must(put(t, "b"))
 b.keep()
@@ -329,7 +331,7 @@ def test_a_real_full_disk(tmp_path: Path) -> None:
     if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("no right to mount a small tmpfs")
     try:
-        t = Tiers(TierConfig(disk=tmp_path))
+        t = Tiers(TierConfig(disk=tmp_path, disk_spare_bytes=0))
         parts = [must(put(t, str(i), blocks=8, number=i)) for i in range(6)]  # 16 KiB each
         t.flush()
         written = [p for p in parts if p.file is not None]

@@ -20,7 +20,7 @@ from longtail import NativeEngine, Rollout, Sample, SampleStore, StoreError, Tok
 from longtail.events import Event
 from longtail.kv_manager import snapshot_file
 from longtail.kv_manager import tiers as tiers_module
-from longtail.kv_manager.tiers import TierConfig
+from longtail.kv_manager.tier_config import TierConfig
 from longtail.partial_rollout import saved_kv as saved_kv_module
 from longtail.partial_rollout.saved_kv import names_in, parse
 
@@ -384,7 +384,7 @@ def foreign_record(directory: Path) -> None:
     import zlib
 
     with raw(directory) as connection:
-        inner = json.dumps({"parts": [], "layout": 7})
+        inner = json.dumps({"parts": [], "layout": 7, "num_tokens": 3})
         text = json.dumps({"checksum": zlib.crc32(inner.encode()), "snapshot": inner})
         connection.execute("UPDATE samples SET snapshot = ? WHERE name = 'a/0'", (text,))
 
@@ -554,7 +554,7 @@ def test_no_space_for_saved_kv(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = tmp_path if kind == "injected" else request.getfixturevalue("small_disk")
-    directory, engine = disk / "store", make_engine()
+    directory, engine = disk / "store", make_engine(tiers=TierConfig(disk_spare_bytes=0))
     with Rollout(engine, strategy=TokenBudget(TOKENS, per="sample"), store=directory) as rollout:
         rollout.submit(batch())
         rollout.collect()
@@ -578,6 +578,29 @@ def test_no_space_for_saved_kv(
     found = finish(make_engine(enable_prefix_caching=False), directory, plain)
     assert found["kinds"]["a/0"] == ["computed", "restored", *(["recomputed"] if kind == "injected" else [])]
     assert found["beside"]["recomputed"] == (2 * 47 + 16 if kind == "injected" else 0)
+
+
+def test_tokens_come_first_on_a_disk_that_is_nearly_full(
+    make_engine: EngineMaker, tmp_path: Path, plain: dict[str, Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved KV leaves disk_spare_bytes free, and is written when there is room."""
+    usage, engine = shutil.disk_usage, make_engine(tiers=TierConfig(disk_spare_bytes=100_000))
+    free = 100_000
+    monkeypatch.setattr(tiers_module.shutil, "disk_usage", lambda path: usage(path)._replace(free=free))  # type: ignore[attr-defined]
+    with Rollout(engine, strategy=TokenBudget(TOKENS, per="sample"), store=tmp_path) as rollout:
+        rollout.submit(batch())
+        rollout.collect()
+        assert {text.split(" (")[1] for text in engine.tiers.failures} == {
+            f"{free} are free, and disk_spare_bytes is 100000)"
+        }
+        rollout.store.flush()
+        assert rows(tmp_path) == {}
+        monkeypatch.undo()
+        rollout.store.commit(durable=True)
+        rollout.store.flush()
+        assert rows(tmp_path).keys() == plain.keys()
+        rollout.store.check_integrity()
+    finish(make_engine(), tmp_path, plain)
 
 
 real_write = snapshot_file._write

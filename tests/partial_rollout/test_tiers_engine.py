@@ -19,7 +19,7 @@ from longtail.events import Event
 from longtail.kv_manager import tiers as tiers_module
 from longtail.kv_manager.snapshot import Snapshot
 from longtail.kv_manager.snapshot_file import read_part
-from longtail.kv_manager.tiers import TierConfig
+from longtail.kv_manager.tier_config import TierConfig
 
 BLOCK = 2 * 2 * 2 * 16 * 16 * 4  # layers, k and v, kv heads, block size, head dim, float32
 LENGTHS = (30, 47, 64)

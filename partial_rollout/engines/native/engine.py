@@ -24,7 +24,8 @@ import torch
 from longtail.events import Event, EventKind, Listener, ignore
 from longtail.kv_manager.manager import KVManager, blocks_for
 from longtail.kv_manager.snapshot import Snapshot
-from longtail.kv_manager.tiers import TierConfig, Tiers
+from longtail.kv_manager.tier_config import TierConfig
+from longtail.kv_manager.tiers import Tiers
 from longtail.partial_rollout.engine import EngineStats, StepOutput
 from longtail.partial_rollout.engines.native import loader
 from longtail.partial_rollout.engines.native.admission import Admission
