@@ -159,8 +159,8 @@ def bench_kv(
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as the last line of stdout")] = False,
 ) -> None:
-    """What saving KV and keeping samples on disk cost, as ratios measured in one run. About two minutes, and 2 GB of
-    memory and of disk; 32 sequences: 8 GB."""
+    """What saving KV and keeping samples on disk cost, as ratios measured in one run. About a minute, 3.5 GB of memory
+    (most of it the model) and 1 GB of disk; with 32 sequences, 12 GB and 4 GB."""
     from longtail.bench import kv_tables
     from longtail.bench.kv_bench import KVBenchConfig
     from longtail.bench.overhead_bench import OverheadBenchConfig
