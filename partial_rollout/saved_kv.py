@@ -127,7 +127,7 @@ class SavedKV:
             if sample.id in self._names:
                 out[sample.id] = None
         for sample_id, (sample, snapshot) in list(self._pending.items()):
-            if snapshot.is_durable and all(self._is_ours(part) for part in snapshot.parts):
+            if all(self._is_ours(part) for part in snapshot.parts):
                 parts = by_name(snapshot)
                 if self._names.get(sample_id) == tuple(parts):
                     del self._pending[sample_id]
@@ -186,6 +186,7 @@ class SavedKV:
         self._unreferenced.difference_update(names)
 
     def _is_ours(self, part: Part) -> bool:
+        """Whether it is whole on disk, in the store's directory."""
         return part.file is not None and part.file.parent == self.directory
 
     def _let_go(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -16,10 +17,11 @@ from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, g
 from tests.partial_rollout.store_helpers import flip, make, raw
 from tests.partial_rollout.test_store_full import fill, small_disk  # noqa: F401
 
-from longtail import NativeEngine, Rollout, Sample, SampleStore, StoreError, TokenBudget
+from longtail import Group, NativeEngine, Rollout, Sample, SampleStore, StoreError, TokenBudget
 from longtail.events import Event
 from longtail.kv_manager import snapshot_file
 from longtail.kv_manager import tiers as tiers_module
+from longtail.kv_manager.part import Part
 from longtail.kv_manager.tier_config import TierConfig
 from longtail.partial_rollout import saved_kv as saved_kv_module
 from longtail.partial_rollout.saved_kv import names_in, parse
@@ -183,8 +185,9 @@ def test_a_snapshot_stays_while_its_sample_runs_on(
         step, steps = engine.step, []
 
         def copying():
-            steps.append(1)
-            if len(steps) == 4:
+            if all(s.status == "running" for s in rollout.store.unfinished()):  # not waiting for the disk
+                steps.append(1)
+            if len(steps) == 3 and not copy.exists():
                 shutil.copytree(directory, copy)
                 assert engine.tiers.host_used == 2 * BLOCK  # only the prompt that siblings may ask for
             return step()
@@ -198,6 +201,49 @@ def test_a_snapshot_stays_while_its_sample_runs_on(
     found = finish(make_engine(enable_prefix_caching=False), copy, plain)
     assert found["restored"] == {"a/0": 43, "a/1": 43, "b/0": 12}
     assert found["beside"]["recomputed"] == tokens - 12 and found["refused"] == {}
+
+
+def test_a_finished_sample_has_no_saved_kv_while_its_group_stays(make_engine: EngineMaker, tmp_path: Path) -> None:
+    long, short = group("a", prompt(40), n=2, max_tokens=14).samples
+    short.params = dataclasses.replace(short.params, max_tokens=6)
+    engine = make_engine()
+    with Rollout(engine, strategy=TokenBudget(TOKENS, per="sample"), store=tmp_path) as rollout:
+        rollout.submit([Group("a", [long, short])])
+        for finished in (set(), {"a/1"}):
+            rollout.collect()
+            rollout.store.flush()
+            engine.tiers.close()
+            assert {s.id for s in (long, short) if s.is_done} == finished
+            named = rows(tmp_path)
+            assert named.keys() == {"a/0", "a/1"} - finished
+            assert files(tmp_path) == {name for names in named.values() for name in names}
+            rollout.store.check_integrity()
+
+
+def test_files_go_only_after_a_durable_commit(
+    make_engine: EngineMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may take the commits since the last durable one, and with them the rows that named newer files."""
+    engine, store, commits, given = make_engine(), SampleStore(tmp_path, commit_every=0.0), [], []
+    transaction, give_back = store._database.transaction, Part.give_back
+
+    def logged(*, durable: bool) -> Any:
+        commits.append(durable)
+        return transaction(durable=durable)
+
+    def checked(part: Part) -> None:
+        given.append(commits[-1])
+        give_back(part)
+
+    monkeypatch.setattr(store._database, "transaction", logged)
+    monkeypatch.setattr(Part, "give_back", checked)
+    with Rollout(engine, strategy=TokenBudget(TOKENS, per="sample"), store=store) as rollout:
+        rollout.submit(batch())
+        for _ in range(2):
+            rollout.collect()
+            engine.tiers.flush()
+            store.commit()
+    assert len(given) >= 3 and all(given)
 
 
 def test_thrown_away(make_engine: EngineMaker, tmp_path: Path) -> None:
@@ -353,6 +399,14 @@ def flip_the_row(directory: Path) -> None:
     flip(directory, "samples", "snapshot", "name = 'a/0'", byte=200, bit=1)
 
 
+def a_wrong_digit(directory: Path) -> None:
+    with raw(directory) as connection:
+        (text,) = connection.execute("SELECT snapshot FROM samples WHERE name = 'a/0'").fetchone()
+        assert ": 43," in text
+        changed = text.replace(": 43,", ": 42,")
+        connection.execute("UPDATE samples SET snapshot = ? WHERE name = 'a/0'", (changed,))
+
+
 def no_text(directory: Path) -> None:
     with raw(directory) as connection:
         connection.execute("UPDATE samples SET snapshot = CAST(x'7bff7d' AS TEXT) WHERE name = 'a/0'")
@@ -402,6 +456,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], set[str], str]] = {
     "flipped": (flip_a_bit, {"a/0"}, "refused: "),
     "swapped": (swap, {"a/0", "a/1"}, "refused: "),
     "row-flipped": (flip_the_row, {"a/0"}, "the record of its saved KV is damaged; it continues from its tokens"),
+    "row-digit": (a_wrong_digit, {"a/0"}, "the record of its saved KV is damaged; it continues from its tokens"),
     "row-no-text": (no_text, {"a/0"}, "the record of its saved KV is damaged; it continues from its tokens"),
     "row-escapes": (escape, {"a/0"}, "'../samples.sqlite' is not the name of a KV file; it continues"),
     "row-of-another": (of_another_sample, {"a/0"}, "refused: "),
@@ -630,6 +685,23 @@ def test_a_row_that_cannot_be_written_does_not_lose_the_file(
         rollout.store.flush()
         assert len(files(tmp_path)) == 4
     finish(make_engine(), tmp_path, plain)
+
+
+def test_a_file_whose_row_could_not_be_written_goes_with_its_sample(
+    make_engine: EngineMaker, tmp_path: Path, may_write: threading.Event
+) -> None:
+    engine = make_engine()
+    with Rollout(engine, strategy=TokenBudget(TOKENS, per="sample"), store=tmp_path) as rollout:
+        rollout.submit(batch())
+        rollout.collect()
+        may_write.set()
+        engine.tiers.flush()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(StoreError):
+            patch.setattr(rollout.store._database, "save_kv", broken)
+            rollout.store.commit()
+        rollout.store.discard(list(rollout.store), "stale")
+        engine.tiers.close()
+        assert files(tmp_path) == set() and engine.tiers.disk_used == 0
 
 
 def broken(records: object) -> None:
