@@ -457,7 +457,7 @@ def test_a_trainer_comes_back_with_weights_of_a_later_version(make_engine: Engin
     (sample,) = g.samples
     assert sample.versions == [0] * 20 + [3] * 30
     kinds = [(s.start, s.end, s.version, s.kv) for s in sample.segments]
-    assert kinds == [(0, 20, 0, "computed"), (20, 50, 3, "recomputed")]
+    assert kinds == [(0, 20, 0, "computed"), (20, 40, 3, "recomputed"), (40, 50, 3, "restored")]
 
     plain = Rollout(make_engine(), strategy=TokenBudget(20))
     plain.submit([group("a", prompt(9), max_tokens=50)])

@@ -45,9 +45,12 @@ def plain(make_engine: EngineMaker) -> list:
     return generate(make_engine(), group("a", prompt(9), n=2, max_tokens=40))
 
 
+SKIPPED = (LOCK, f"{FILE}-shm")
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file but the lock's (it names the last holder) and SQLite's index of the log. An empty log is none."""
-    files = {f.name: f.read_bytes() for f in directory.iterdir() if f.name not in (LOCK, f"{FILE}-shm")}
+    files = {f.name: f.read_bytes() for f in directory.iterdir() if f.is_file() and f.name not in SKIPPED}
     return {name: data for name, data in files.items() if data or name == FILE}
 
 
