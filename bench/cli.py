@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from longtail.bench import store_cli
 from longtail.bench.machine import quiet_threads
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(invoke_without_command=True)
 app.add_typer(bench, name="bench")
+app.add_typer(store_cli.app, name="store")
 console = Console(stderr=True)
 
 
@@ -69,10 +71,11 @@ def bench_command(
     max_tokens: Annotated[int, typer.Option(min=1, help="Cap on a response's tokens")] = 512,
     temperature: Annotated[float, typer.Option(help="Sampling temperature")] = 0.7,
     token_budget: Annotated[
-        int | None, typer.Option(help="token-budget: output tokens of an iteration [default: 0.9 of what sync makes]")
+        int | None,
+        typer.Option(help="token-budget: output tokens of an iteration", show_default="0.9 of what sync makes"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of tasks and samples")] = 0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads [default: all]")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all")] = None,
     numerics: Annotated[str, typer.Option(help="exact: same bits in every batch; fast: up to rounding")] = "exact",
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as the last line of stdout")] = False,
 ) -> None:
@@ -118,7 +121,7 @@ def bench_engine(
     peers: Annotated[str, typer.Option(help="Compared with: generate, continuous")] = "generate,continuous",
     decode_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per sequence")] = 48,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; ratios are taken pair by pair")] = 3,
-    threads: Annotated[int | None, typer.Option(help="CPU threads [default: all]")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as the last line of stdout")] = False,
 ) -> None:
@@ -199,6 +202,49 @@ def _names(option: str, text: str) -> tuple[str, ...]:
     if text and not names:
         raise ValueError(f"{option}: no name in {text!r}")
     return names
+
+
+@bench.command("kv")
+def bench_kv(
+    directory: Annotated[Path, typer.Option(help="On the disk to measure; nothing is left there")] = Path("."),
+    model: Annotated[str, typer.Option(help="Model name, directory or hub id")] = "smollm2-135m",
+    sequences: Annotated[int, typer.Option(min=1, help="Saved and restored, of 1k to 4k tokens each")] = 4,
+    samples: Annotated[int, typer.Option(min=1, help="In the largest store")] = 10_000,
+    resume_tokens: Annotated[int, typer.Option(min=1, help="Restored, and computed again, to compare")] = 2048,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; ratios are taken pair by pair")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as the last line of stdout")] = False,
+) -> None:
+    """What saving KV and keeping samples on disk cost, as ratios measured in one run. About a minute, 3.5 GB of memory
+    (most of it the model) and 1 GB of disk; with 32 sequences, 12 GB and 4 GB."""
+    from longtail.bench import kv_tables
+    from longtail.bench.kv_bench import KVBenchConfig
+    from longtail.bench.overhead_bench import OverheadBenchConfig
+    from longtail.bench.store_bench import StoreBenchConfig
+
+    if not directory.is_dir():
+        raise ValueError(f"directory must be there; {directory} is not")
+    source = _resolve(model)
+    kv = KVBenchConfig(
+        directory=directory,
+        model=source,
+        sequences=sequences,
+        resume_tokens=resume_tokens,
+        repeats=repeats,
+        threads=threads,
+    )
+    store = StoreBenchConfig(sizes=kv_tables.sizes_up_to(samples))
+    overhead = OverheadBenchConfig(model=source, repeats=repeats, threads=threads)
+    with console.status("measuring") as status:
+        result = kv_tables.run(kv, store, overhead, progress=lambda text: status.update(text))
+    for table in kv_tables.tables(result):
+        console.print(table)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1))
+    if as_json:
+        print(json.dumps(result))
 
 
 def _resolve(name: str) -> Path | str:

@@ -62,6 +62,8 @@ _ITERATION_TABLE = (
 )
 
 _DEFINITIONS = {
+    "ledger": "where every generated token stands: pending, trained, or wasted for a named reason (stale to failed); "
+    "recomputed, restored and rejected-draft tokens are counted beside",
     "tail": "the last 10 % of samples to finish, of those that finish in one iteration",
     "tail time": "from the finish of the 90th percentile sample (nearest rank) to the last finish; summed over "
     "iterations",
@@ -101,6 +103,7 @@ def render(df: pd.DataFrame, summary: Mapping[str, Mapping[str, Any]], meta: Map
         reasons=reasons(summary),
         runs=list(summary),
         table=_table(summary),
+        ledger=_ledger_rows(summary),
         figures=_figures(df),
         iterations=_iteration_rows(summary),
         iteration_columns=[label for label, _, _ in _ITERATION_TABLE],
@@ -219,6 +222,13 @@ def _table(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str
 
 def _lengths(numbers: Mapping[str, Any]) -> str:
     return " / ".join(_format("{:,d}", numbers[key]) for key in ("length_p50", "length_p90", "length_max"))
+
+
+def _ledger_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """(line, a cell per run); nothing where no run has a ledger (a trace alone holds none)."""
+    ledgers = [numbers.get("ledger", {}) for numbers in summary.values()]
+    lines = dict.fromkeys(line for ledger in ledgers for line in ledger)
+    return [(line, [_format("{:,d}", ledger.get(line)) for ledger in ledgers]) for line in lines]
 
 
 def _iteration_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int, list[str]]]:

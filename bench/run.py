@@ -104,6 +104,7 @@ def run(
     )
     trace = TraceWriter()
     samples: dict[str, dict[str, Sample]] = {}
+    ledgers: dict[str, dict[str, int]] = {}
     measured: float | None = None
     for name in config.strategies:
         strategy = _strategy(name, config, measured)
@@ -114,12 +115,14 @@ def run(
             record(event)
             progress(name, event)
 
-        groups = _run_strategy(engine, strategy, config, tasks, prompts, tokenizer, listen)
+        groups, ledgers[name] = _run_strategy(engine, strategy, config, tasks, prompts, tokenizer, listen)
         samples[name] = {s.id: s for g in groups for s in g.samples}
         if name == "sync":
             measured = sum(len(s.output_ids) for s in samples[name].values()) / config.iterations
     frame = trace.frame()
     runs = analysis.summary(frame)
+    for name, ledger in ledgers.items():
+        runs[name]["ledger"] = ledger
     summary = {
         "config": dataclasses.asdict(config),
         "machine": machine.describe(),
@@ -174,7 +177,8 @@ def _run_strategy(
     prompts: list[list[int]],
     tokenizer: Any,
     listen: Listener,
-) -> list[Group]:
+) -> tuple[list[Group], dict[str, int]]:
+    """-> what was handed over, and the ledger (`Ledger.as_dict`)."""
     settings = {
         **dataclasses.asdict(config),
         "strategy": strategy.name,
@@ -195,8 +199,9 @@ def _run_strategy(
     finally:
         engine.listener = lambda event: None
     engine.check_integrity()
+    rollout.store.check_balance()
     listen(Event("run_end", engine.now()))
-    return done
+    return done, rollout.store.ledger.as_dict()
 
 
 def _graded(groups: list[Group], engine: NativeEngine, tokenizer: Any, listen: Listener) -> list[Group]:

@@ -10,13 +10,17 @@ Region of one sequence (block size 4, 9 known tokens, 7 computed):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from longtail.kernels.kv import copy_blocks, empty_kv, gather_blocks, scatter_blocks
+from longtail.kernels.kv import copy_blocks, empty_kv, scatter_blocks
 from longtail.kv_manager.block_pool import BlockHash, BlockPool, chain_hash, root_hash
+from longtail.kv_manager.encoding import Encoding, decode, encode
+from longtail.kv_manager.part import Part
 from longtail.kv_manager.snapshot import Snapshot, token_digest
+from longtail.kv_manager.snapshot_file import PartHeader
+from longtail.kv_manager.tiers import Tiers
 from longtail.sequence import Sequence
 from longtail.version import Fingerprint
 
@@ -25,6 +29,7 @@ class KVManager:
     """Owns the cache tensor, the pool and every block table. Exhausted memory is a returned False, never an exception.
 
     prefix_caching: find computed prefixes of other sequences (the prompt of a group is computed once).
+    tiers: where saved KV goes; encoding: how (`kv_manager/encoding.py`).
     """
 
     def __init__(
@@ -37,10 +42,15 @@ class KVManager:
         head_dim: int,
         fingerprint: Fingerprint,
         prefix_caching: bool = True,
+        tiers: Tiers | None = None,
+        encoding: Encoding = "exact",
     ) -> None:
+        self.tiers = Tiers() if tiers is None else tiers
+        self.encoding: Encoding = encoding
         self.block_size = block_size
         self.layout = (layers, kv_heads, block_size, head_dim)
         self.kv = empty_kv(num_blocks, layers, kv_heads, block_size, head_dim)
+        self._dtype = str(self.kv.dtype).removeprefix("torch.")
         self.pool = BlockPool(num_blocks)
         self.prefix_caching = prefix_caching
         self.fingerprint = fingerprint
@@ -68,16 +78,11 @@ class KVManager:
         if not self.prefix_caching:
             return
         limit, size = seq.num_tokens - 1, self.block_size
-        parent = self._root
-        while (len(hashes) + 1) * size <= limit:
-            key = chain_hash(parent, seq.token_ids[len(hashes) * size : (len(hashes) + 1) * size])
-            block = self.pool.find(key)
-            if block is None:
-                break
-            self.pool.share(block)
-            seq.block_table.append(block)
+        for key, found in self._found_prefix(seq.token_ids[:limit]):
+            self.pool.share(found)
+            seq.block_table.append(found)
             hashes.append(key)
-            parent = key
+        parent = hashes[-1] if hashes else self._root
         seq.num_computed_tokens = len(hashes) * size
         tail = seq.token_ids[seq.num_computed_tokens : limit]
         if 0 < len(tail) < size:
@@ -137,31 +142,113 @@ class KVManager:
         seq.num_computed_tokens = 0
         del self._hashes[seq], self._made_by[seq]
 
-    def save(self, seq: Sequence) -> Snapshot | None:
-        """A host copy of the computed KV; None if nothing is computed."""
+    def save(self, seq: Sequence, *, wait: bool = True) -> Snapshot | None:
+        """A copy of the computed KV in the lower tiers. The samples of a group share the part that holds the full
+        blocks of their prompt. None if nothing is computed, or if there is no room (wait: for writes to make some)."""
         n = seq.num_computed_tokens
         if n == 0:
             return None
-        data = gather_blocks(self.kv, seq.block_table[: -(-n // self.block_size)])
+        total = -(-n // self.block_size)
+        shared = min(len(seq.sample.prompt_ids), n) // self.block_size
+        if not self.prefix_caching or self._made_by[seq] != self.fingerprint:  # siblings' may be of other weights
+            shared = 0
+        parts = []
+        for first, last in ((0, shared), (shared, total)):
+            if first < last:
+                part = self._save_part(seq, first, last, shared=last == shared, wait=wait)
+                if part is None:
+                    return None
+                parts.append(part)
         digest = token_digest(seq.token_ids[:n])
-        return Snapshot(seq.sample.id, self._made_by[seq], self.layout, n, digest, data)
+        return Snapshot(seq.sample.id, self._made_by[seq], self.layout, n, digest, tuple(parts))
+
+    def _save_part(self, seq: Sequence, first: int, last: int, *, shared: bool, wait: bool) -> Part | None:
+        blocks, cap = seq.block_table[first:last], seq.sample.params.max_tokens
+        remaining = max(cap - len(seq.sample.output_ids), 0) if cap is not None else 1 << 30
+
+        def fill(out: Mapping[str, torch.Tensor]) -> None:
+            encode(self.kv, blocks, self.layout, out)
+
+        header = self._header(seq, first, last, shared)
+        return self.tiers.put(header, fill, shared=shared, remaining=remaining, wait=wait)
+
+    def _header(self, seq: Sequence, first: int, last: int, shared: bool) -> PartHeader:
+        num_tokens = last * self.block_size if shared else seq.num_computed_tokens
+        made_by = self.fingerprint if shared else self._made_by[seq]
+        return PartHeader(
+            sample_id="" if shared else seq.sample.id,
+            fingerprint=made_by,
+            layout=self.layout,
+            dtype=self._dtype,
+            first_block=first,
+            num_blocks=last - first,
+            num_tokens=num_tokens,
+            digest=token_digest(seq.token_ids[:num_tokens]).hex(),
+            encoding=self.encoding,
+        )
+
+    def can_use(self, snapshot: Snapshot) -> bool:
+        """Whether the present weights made it, and only with such loss as the settings ask for."""
+        if snapshot.is_exact and snapshot.fingerprint == self.fingerprint:
+            return True
+        return self.encoding != "exact" and snapshot.fingerprint in (self.fingerprint, _approximate(self.fingerprint))
 
     def restore(self, seq: Sequence, snapshot: Snapshot) -> bool:
         """Brings an attached sequence up to the snapshot's tokens; blocks it found by prefix are kept, not rewritten.
-        False, with nothing changed, if the pool is exhausted. SnapshotMismatch if it is not this sequence's."""
-        snapshot.check(seq.sample.id, seq.token_ids, self.layout)
+        False, with nothing changed, if the pool is exhausted. SnapshotMismatch if it is not this sequence's, or if its
+        data are lost; then nothing is changed either. Whose weights made it is the caller's to ask (`can_use`)."""
+        snapshot.check(seq.sample.id, seq.token_ids, self.layout, self._dtype)
         if min(snapshot.num_tokens, seq.num_tokens - 1) <= seq.num_computed_tokens:  # a found tail is not rewritten
             return True
-        if not self.reserve(seq, snapshot.num_tokens):
-            return False
         first = seq.num_computed_tokens // self.block_size
         last = -(-snapshot.num_tokens // self.block_size)
-        scatter_blocks(self.kv, seq.block_table[first:last], snapshot.data[first:last])
+        if last - len(seq.block_table) > self.pool.num_free:  # before anything is loaded
+            return False
+        loaded = []
+        for part in snapshot.parts:
+            start = part.header.first_block
+            low, high = max(first, start), min(last, part.header.last_block)
+            if low < high:
+                loaded.append((low, high, decode(part.tiers.load(part), self.layout, low - start, high - start)))
+        if not self.reserve(seq, snapshot.num_tokens):
+            return False
+        for low, high, data in loaded:
+            scatter_blocks(self.kv, seq.block_table[low:high], data)
         seq.num_computed_tokens = snapshot.num_tokens
-        if snapshot.fingerprint != self.fingerprint:
-            self._made_by[seq] = _mixed(snapshot.fingerprint, self.fingerprint)
+        made_by = snapshot.fingerprint if snapshot.is_exact else _approximate(snapshot.fingerprint)
+        if self.can_use(snapshot):
+            self._made_by[seq] = made_by  # if approximate, no other sequence may find it
+        else:
+            self._made_by[seq] = _mixed(made_by, self.fingerprint)
         self.commit(seq)
         return True
+
+    def saved_prompt(self, seq: Sequence) -> Snapshot | None:
+        """A snapshot of a sequence's prompt that a sibling left in the lower tiers, if it holds more than the device
+        has. The sequence need not be attached."""
+        whole = len(seq.sample.prompt_ids) // self.block_size
+        blocks = min(whole, (seq.num_tokens - 1) // self.block_size)
+        if not self.prefix_caching or self.encoding != "exact" or blocks == 0:
+            return None
+        prefix = self._found_prefix(seq.token_ids[: blocks * self.block_size])
+        part = self.tiers.find(self._header(seq, 0, whole, shared=True)) if len(prefix) < blocks else None
+        if part is None:
+            return None
+        num_tokens = blocks * self.block_size
+        digest = token_digest(seq.token_ids[:num_tokens])
+        return Snapshot(seq.sample.id, self.fingerprint, self.layout, num_tokens, digest, (part,))
+
+    def _found_prefix(self, token_ids: list[int]) -> list[tuple[BlockHash, int]]:
+        """Keys and blocks of the longest cached prefix of whole blocks."""
+        found: list[tuple[BlockHash, int]] = []
+        parent = self._root
+        for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
+            parent = chain_hash(parent, token_ids[start : start + self.block_size])
+            block = self.pool.find(parent)
+            if block is None:
+                break
+            found.append((parent, block))
+        return found
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """New weights: nothing made by the old ones is found from here on. Held sequences keep their blocks (the
@@ -190,6 +277,12 @@ class KVManager:
 def _tail_hash(parent: BlockHash, token_ids: list[int]) -> BlockHash:
     """Key of a partly filled block; the marker keeps it apart from full ones."""
     return chain_hash(BlockHash(parent + b"tail"), token_ids)
+
+
+def _approximate(fingerprint: Fingerprint) -> Fingerprint:
+    """Fingerprint of KV that is not quite what these weights made: a snapshot compressed with loss, and what was
+    computed on it."""
+    return Fingerprint(fingerprint.removesuffix("~") + "~")
 
 
 def _mixed(older: Fingerprint, newer: Fingerprint) -> Fingerprint:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from longtail.sample import FinishReason, Sample
 from longtail.version import PolicyVersion
+
+if TYPE_CHECKING:
+    from longtail.kv_manager.tiers import Tiers
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,6 +58,11 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Where it saves the KV of samples that it pauses, as `Snapshot`s; None: none that a store could keep."""
+        ...
 
     def now(self) -> float:
         """Seconds on this engine's clock (real or virtual)."""

@@ -8,10 +8,12 @@ rollout.update_weights(weights, version)   # the next collect() resumes what was
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from longtail.errors import LongtailError
+from longtail.errors import LongtailError, StoreFull
 from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engine import Engine
 from longtail.partial_rollout.repetition import RepetitionDetector
@@ -24,7 +26,12 @@ from longtail.sampling_params import SamplingParams
 class Rollout:
     """Drives one engine under one strategy.
 
-    snapshots: keep the KV of paused samples (else they continue from their tokens, to the same result).
+    store: a directory (made if need be) in which samples outlive the process: opened again, the rollout continues
+    where the last commit left it (submit only what `id in rollout.store` denies; see `SampleStore` for what a trainer
+    does that was killed itself). A `SampleStore` for its settings; None: in memory. `close`, or leaving a
+    `with Rollout(...)`, closes it.
+    snapshots: keep the KV of paused samples (else they continue from their tokens, to the same result); with a store on
+    disk, there too, in `<store>/kv`, so that they continue from it in a later process.
     repetition: end looping responses early, with finish_reason "repetition".
     """
 
@@ -33,19 +40,38 @@ class Rollout:
         engine: Engine,
         *,
         strategy: Strategy | None = None,
-        store: SampleStore | None = None,
+        store: SampleStore | str | Path | None = None,
         snapshots: bool = True,
         repetition: RepetitionDetector | None = None,
         listener: Listener = ignore,
     ) -> None:
         self.engine = engine
         self.strategy: Strategy = Sync() if strategy is None else strategy
-        self.store = SampleStore() if store is None else store
+        self.store = store if isinstance(store, SampleStore) else SampleStore(store)
+        try:
+            if snapshots and engine.tiers is not None:
+                self.store.use_tiers(engine.tiers)
+        except BaseException:
+            if self.store is not store:
+                self.store.close()
+            raise
         self.snapshots = snapshots
         self.repetition = repetition
         self.listener = listener
-        self.iteration = 0
-        self._named = 0
+        self.iteration = self.store.iteration
+        self._named = self.store.num_submitted
+        self._counted = engine.stats()
+        """What the ledger knows of the engine's counts."""
+
+    def close(self) -> None:
+        """Closes the store, when the KV of paused samples is on its disk. The engine stays the caller's."""
+        self.store.close()
+
+    def __enter__(self) -> Rollout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def submit(self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None) -> list[Group]:
         """prompts: token ids (params.n samples each), or groups made by the caller. Any number, any time.
@@ -86,11 +112,13 @@ class Rollout:
             running={},
             started_with={},
         )
+        self._counted = self.engine.stats()
         self._mark("iteration_start", value=float(self.engine.version))
         try:
             self._generate(strategy, state)
         finally:  # also after an error or an interrupt: the engine is empty again, and nothing is lost
             self._pause([s for s in state.running.values() if not s.is_done], state)
+            self._commit()
         groups = self.store.complete()
         for group in groups:
             tokens = sum(len(s.output_ids) for s in group.samples)
@@ -106,7 +134,7 @@ class Rollout:
             )
         total = sum(len(s.output_ids) for g in groups for s in g.samples)
         self._mark("iteration_end", num_seqs=len(groups), num_tokens=total)
-        self.store.hand_over(groups)  # last: whatever raised above, no complete group is lost
+        self.store.hand_over(groups, self.iteration)  # last: whatever raised above, no complete group is lost
         self.iteration += 1
         return groups
 
@@ -121,6 +149,8 @@ class Rollout:
                     )
                 return
             out = self.engine.step()
+            if self.store.commit_due:
+                self._commit()
             state.num_output_tokens += out.num_output_tokens
             for sample in out.finished:
                 state.running.pop(sample.id, None)
@@ -129,8 +159,18 @@ class Rollout:
                 return
             self._pause(strategy.to_pause(state), state)
 
+    def _commit(self) -> None:
+        before, self._counted = self._counted, self.engine.stats()
+        self.store.count(
+            recomputed=self._counted.num_recomputed_tokens - before.num_recomputed_tokens,
+            restored=self._counted.num_restored_tokens - before.num_restored_tokens,
+        )
+        self.store.commit()
+
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """Between collects. Paused samples keep their tokens, with the version that made each."""
+        with contextlib.suppress(StoreFull):  # the next commit says so; this one records the KV that is on disk by now
+            self.store.commit()
         self.engine.update_weights(weights, version)
 
     def _admit(self, strategy: Strategy, state: RolloutState) -> None:
@@ -139,6 +179,7 @@ class Rollout:
             if sample is None:
                 break
             queue = state.paused if sample.status == "paused" else state.fresh
+            self.store.watch([sample])
             self.engine.add([sample])
             queue.remove(sample)
             state.started_with[sample.id] = len(sample.output_ids)
@@ -152,6 +193,7 @@ class Rollout:
             # A sample that never got a token is as fresh as before.
             if not sample.output_ids and sample.snapshot is None:
                 sample.status = "waiting"
+                self.store.unwatch([sample])
                 state.fresh.append(sample)
             else:
                 state.paused.append(sample)

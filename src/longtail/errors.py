@@ -19,5 +19,25 @@ class SnapshotMismatch(LongtailError):
     """A saved KV snapshot does not belong to these weights, this model or this sample."""
 
 
+class SnapshotCorrupt(SnapshotMismatch):
+    """A file of a snapshot is missing, damaged or foreign. The sample continues from its tokens."""
+
+
 class TraceError(LongtailError):
     """A trace file is missing, empty, truncated or not a longtail trace."""
+
+
+class StoreError(LongtailError):
+    """A sample store on disk cannot be used as asked. Nothing in it was changed."""
+
+
+class StoreLocked(StoreError):
+    """Another process has the store open."""
+
+
+class StoreCorrupt(StoreError):
+    """What is on disk is not a sample store, or is damaged."""
+
+
+class StoreFull(StoreError):
+    """The disk is full: what was to be written is still in memory, and is written by the next commit that succeeds."""

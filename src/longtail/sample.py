@@ -17,9 +17,9 @@ from longtail.version import PolicyVersion
 
 Status = Literal["waiting", "running", "paused", "finished", "failed"]
 FinishReason = Literal["stop", "length", "repetition", "aborted", "error"]
-KVSource = Literal["computed", "restored", "recomputed", "kept"]
-"""Where the KV came from on which a segment stands: fresh prefill, a snapshot, re-prefill of known tokens, or KV of
-older weights that the user chose to keep."""
+KVSource = Literal["computed", "restored", "recomputed", "kept", "approximate"]
+"""Where the KV came from on which a segment stands: fresh prefill, a snapshot, re-prefill of known tokens, KV of older
+weights that the user chose to keep, or a snapshot that was compressed with loss on request."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -45,6 +45,14 @@ def test_the_page_holds_answer_numbers_and_settings(page: str, numbers: dict[str
     assert "torch: 2.13" in page and "synthetic" in page
 
 
+def test_the_ledger_is_shown_where_there_is_one(synthetic: pd.DataFrame, numbers: dict[str, dict[str, Any]]) -> None:
+    assert "<h2>Ledger</h2>" not in report.render(synthetic, numbers, {})
+    with_ledger = copy.deepcopy(numbers)
+    with_ledger["sync"]["ledger"] = {"generated": 12_345, "zero-variance": 67}
+    text = report.render(synthetic, with_ledger, {})
+    assert '<th scope="row">zero-variance</th><td>67</td><td>\u2013</td>' in text and "<td>12,345</td>" in text
+
+
 def test_foreign_text_is_escaped(page: str) -> None:
     assert "<b>fast</b>" not in page
     assert "&lt;b&gt;fast&lt;/b&gt; &amp; furious" in page

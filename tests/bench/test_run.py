@@ -54,6 +54,8 @@ def test_bench_command(tmp_path: Path) -> None:
     for run in runs.values():
         assert run["complete"] and run["samples_trained"] == 8 and run["tokens_pending"] == 0
         assert run["tokens_generated"] == run["tokens_trained"] <= 8 * 24
+        ledger = run["ledger"]
+        assert ledger["generated"] == ledger["trained"] == run["tokens_trained"] and ledger["pending"] == 0
         parts = [v for k, v in run["breakdown"].items() if k not in ("wall", "generate")]
         assert sum(parts) == pytest.approx(run["wall_seconds"])
     assert runs["sync"]["tokens_trained"] == runs["token-budget"]["tokens_trained"]
@@ -71,7 +73,7 @@ def test_bench_command(tmp_path: Path) -> None:
 
     page = (out / "report.html").read_text()
     assert page.count("<svg") + page.count("data:image/png") >= 4
-    assert "token-budget" in page and "src=http" not in page and "href=http" not in page
+    assert "<h2>Ledger</h2>" in page and "token-budget" in page and "src=http" not in page and "href=http" not in page
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:

@@ -170,7 +170,9 @@ def test_snapshot_of_older_weights_is_not_used(make_engine: EngineMaker) -> None
     events: list[Event] = []
     engine.listener = events.append
     run(engine, [sample])
-    assert engine.stats().num_restored_tokens == 0 and not [e for e in events if e.kind == "restore"]
+    (refused,) = [e for e in events if e.kind == "restore"]
+    assert engine.stats().num_restored_tokens == refused.num_tokens == 0
+    assert refused.detail == f"refused: saved KV of {sample.id} is of other weights"
     assert sample.segments[-1].kv == "recomputed" and sample.versions[8:] == [3] * 12
 
 

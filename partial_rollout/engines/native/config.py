@@ -9,6 +9,7 @@ from longtail.kernels._numba import LANES
 
 LogprobsMode = Literal["processed", "raw"]
 KVOnUpdate = Literal["recompute", "keep"]
+SnapshotEncoding = Literal["exact", "int8"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,9 @@ class NativeConfig:
     """Share computed prefixes, above all the prompt of a group."""
     preemption: Literal["snapshot", "recompute"] = "snapshot"
     """What becomes of the KV of a sample that loses its slot."""
+    snapshot_encoding: SnapshotEncoding = "exact"
+    """exact: a restored sample goes on with the same bits; int8: a quarter of the bytes, and it may leave the path it
+    would have taken (its segments say "approximate")."""
     logprobs_mode: LogprobsMode = "processed"
     """processed: under the distribution that was sampled from (after penalties, temperature, truncation); raw: under
     softmax of the model's logits."""
@@ -46,6 +50,7 @@ class NativeConfig:
         choices = {
             "numerics": ("exact", "fast"),
             "preemption": ("snapshot", "recompute"),
+            "snapshot_encoding": ("exact", "int8"),
             "logprobs_mode": ("processed", "raw"),
             "kv_on_update": ("recompute", "keep"),
         }

@@ -21,11 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numba
 import torch
 
-from longtail.errors import SnapshotMismatch
 from longtail.events import Event, EventKind, Listener, ignore
 from longtail.kv_manager.manager import KVManager, blocks_for
+from longtail.kv_manager.snapshot import Snapshot
+from longtail.kv_manager.tier_config import TierConfig
+from longtail.kv_manager.tiers import Tiers
 from longtail.partial_rollout.engine import EngineStats, StepOutput
 from longtail.partial_rollout.engines.native import loader
+from longtail.partial_rollout.engines.native.admission import Admission
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 from longtail.partial_rollout.engines.native.config import NativeConfig
 from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_end, check_sample
@@ -43,7 +46,9 @@ class NativeEngine:
     """Runs `transformers` decoders on the CPU in float32.
 
     model: a directory, a hub id, or a model object (copied, never changed). tokenizer: needed for stop strings only;
-    loaded from the model's directory when the first sample asks for one. Settings: see `NativeConfig`.
+    loaded from the model's directory when the first sample asks for one. version: of the model's weights; a trainer
+    that comes back with weights of version k says so, or samples that version k made are refused. tiers: where saved KV
+    goes (by default to host memory, without limit). Settings: see `NativeConfig`.
     Thread-safe: calls wait for the step in flight.
     """
 
@@ -53,11 +58,15 @@ class NativeEngine:
         *,
         tokenizer: Any = None,
         name: str = "native",
+        version: int = 0,
         listener: Listener = ignore,
         clock: Callable[[], float] = time.perf_counter,
+        tiers: TierConfig | None = None,
         **settings: Any,
     ) -> None:
         check_known_fields(NativeConfig, settings)
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise ValueError(f"version must be an integer of at least 0, not {version!r}")
         self.config = config = NativeConfig(**settings)
         self.name = name
         self.listener = listener
@@ -92,17 +101,21 @@ class NativeEngine:
             head_dim=spec.head_dim,
             fingerprint=fingerprint,
             prefix_caching=config.enable_prefix_caching,
+            tiers=Tiers(tiers),
+            encoding=config.snapshot_encoding,
         )
+        self.admission = Admission(self.kv, clock, config.kv_on_update == "keep")
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            attach=self._attach,
+            is_ready=self.admission.is_ready,
+            attach=self.admission.attach,
             on_admit=self._admitted,
             on_preempt=self._preempt,
         )
         self.sampler = Sampler(spec.eos_token_ids, config.logprobs_mode == "raw")
-        self._version = PolicyVersion(0)
+        self._version = PolicyVersion(version)
         self._sequences: dict[str, Sequence] = {}
         self._lock = threading.RLock()
         self._queue: deque[Event] = deque()
@@ -113,6 +126,11 @@ class NativeEngine:
     @property
     def version(self) -> PolicyVersion:
         return self._version
+
+    @property
+    def tiers(self) -> Tiers:
+        """Where the KV of paused and preempted samples lives."""
+        return self.kv.tiers
 
     @property
     def num_free_slots(self) -> int:
@@ -141,6 +159,7 @@ class NativeEngine:
                 seq = Sequence(sample)
                 self._sequences[sample.id] = seq
                 self.scheduler.waiting.append(seq)
+                self.admission.arrive(seq)
                 sample.status = "waiting"
 
     def step(self) -> StepOutput:
@@ -149,7 +168,7 @@ class NativeEngine:
         If it raises (a listener, an interrupt), samples keep what they had, and the next step continues from there.
         """
         with self._lock, self._events(), torch.inference_mode():
-            scheduled = self.scheduler.schedule()
+            scheduled = self._schedule()
             if not scheduled:
                 return StepOutput(self._version, [], 0, 0)
             try:
@@ -159,6 +178,16 @@ class NativeEngine:
                 for seq in self.scheduler.running:
                     seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
                 raise
+
+    def _schedule(self) -> list[Scheduled]:
+        while True:
+            seen = self.admission.progress()
+            self.admission.prefetch()
+            scheduled = self.scheduler.schedule()
+            if scheduled or any(map(self.admission.is_ready, self.scheduler.waiting)):
+                return scheduled
+            if not any(tiers.wait(changes) for tiers, changes in seen):  # nothing can run: time to wait for the disk
+                return scheduled
 
     def _step(self, scheduled: list[Scheduled]) -> StepOutput:
         start, version = self.now(), self._version
@@ -247,6 +276,7 @@ class NativeEngine:
                     self.scheduler.running.remove(seq)
                     self._back_to_waiting(seq, "weight update")
                     self.scheduler.waiting.appendleft(seq)
+            self.admission.restart(self.scheduler.waiting)
             self._queue.append(Event("update", start, self.now() - start, self.name, value=version))
 
     def reset_prefix_cache(self) -> None:
@@ -274,6 +304,7 @@ class NativeEngine:
         with self._lock:
             self.kv.check_integrity(self.scheduler.running)
             queued = [*self.scheduler.running, *self.scheduler.waiting]
+            self.admission.check_integrity(self.scheduler.waiting)
             assert len(queued) == len(self._sequences) and set(queued) == set(self._sequences.values())
             for seq in queued:
                 assert seq.num_uncomputed_tokens >= 1, f"{seq.sample.id} has nothing to compute"
@@ -282,39 +313,15 @@ class NativeEngine:
 
     # -- admission and leaving ----------------------------------------------------------------------------------------
 
-    def _attach(self, seq: Sequence) -> bool:
-        """Gives a waiting sequence its KV: cached prefix, snapshot. False if blocks are short. Changes nothing but the
-        sequence and the pool, so that it can be taken back (`kv.release`) and tried again."""
-        self.kv.attach(seq)
-        seq.num_cached_tokens = seq.num_computed_tokens
-        seq.num_restored_tokens, seq.restore_seconds = 0, 0.0
-        seq.kv = "recomputed" if seq.sample.output_ids else "computed"
-        seq.refused = None
-        snapshot = seq.sample.snapshot
-        if snapshot is None or (snapshot.fingerprint != self.kv.fingerprint and self.config.kv_on_update != "keep"):
-            return True
-        start = self.now()
-        try:
-            restored = self.kv.restore(seq, snapshot)
-        except SnapshotMismatch as error:
-            seq.refused = str(error)
-            return True
-        seq.restore_seconds = self.now() - start
-        if not restored:
-            self.kv.release(seq)
-            return False
-        seq.num_restored_tokens = seq.num_computed_tokens - seq.num_cached_tokens
-        seq.kv = "restored" if snapshot.fingerprint == self.kv.fingerprint else "kept"
-        return True
-
     def _admitted(self, seq: Sequence) -> None:
         """The sequence has its slot and its blocks: records it."""
         sample = seq.sample
-        if seq.kv in ("restored", "kept") or seq.refused is not None:
+        if seq.kv in ("restored", "kept", "approximate") or seq.refused is not None:
             detail = "" if seq.refused is None else f"refused: {seq.refused}"
             at, took = self.now() - seq.restore_seconds, seq.restore_seconds
             self._emit("restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
+        self.admission.leave(seq)
         if sample.output_ids:
             self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
         self._counts["cached"] += seq.num_cached_tokens
@@ -327,8 +334,10 @@ class NativeEngine:
 
     def _preempt(self, seq: Sequence) -> None:
         self._counts["preemptions"] += 1
-        seq.sample.snapshot = self._save(seq) if self.config.preemption == "snapshot" else None
+        # Not waiting for room: other sequences are in the middle of a step.
+        seq.sample.snapshot = self._save(seq, wait=False) if self.config.preemption == "snapshot" else None
         self._back_to_waiting(seq, "out of blocks")
+        self.admission.arrive(seq, first=True)
 
     def _back_to_waiting(self, seq: Sequence, cause: str) -> None:
         self._leave_slot(seq)
@@ -336,10 +345,13 @@ class NativeEngine:
         self.kv.release(seq)
         seq.sample.status = "waiting"
 
-    def _save(self, seq: Sequence) -> Any:
+    def _save(self, seq: Sequence, *, wait: bool = True) -> Snapshot | None:
         start = self.now()
-        snapshot = self.kv.save(seq)
-        self._emit("save", seq, time=start, duration=self.now() - start, num_tokens=seq.num_computed_tokens)
+        self.admission.yield_room()
+        snapshot = self.kv.save(seq, wait=wait)
+        n, failed = seq.num_computed_tokens, snapshot is None and seq.num_computed_tokens > 0
+        detail = "failed: no room in host memory" if failed else ""
+        self._emit("save", seq, time=start, duration=self.now() - start, num_tokens=0 if failed else n, detail=detail)
         return snapshot
 
     def _remove(self, seq: Sequence) -> None:
@@ -350,6 +362,7 @@ class NativeEngine:
             self.kv.release(seq)
         else:
             self.scheduler.waiting.remove(seq)
+            self.admission.leave(seq)
         del self._sequences[seq.sample.id]
 
     def _leave_slot(self, seq: Sequence) -> None:

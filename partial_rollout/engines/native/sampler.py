@@ -126,7 +126,7 @@ def check_sample(
     if s.versions and s.versions[-1] > version:
         raise ValueError(
             f"{who} has tokens of version {s.versions[-1]}, newer than the engine's {version}; "
-            "update the engine's weights first"
+            "update the engine's weights first, or give it version= if it has them"
         )
 
 

@@ -31,6 +31,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        is_ready: Callable[[Sequence], bool],
         attach: Callable[[Sequence], bool],
         on_admit: Callable[[Sequence], None],
         on_preempt: Callable[[Sequence], None],
@@ -38,6 +39,8 @@ class Scheduler:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.is_ready = is_ready
+        """Whether a waiting sequence can be admitted without waiting for a disk."""
         self.attach = attach
         """Gives a sequence its KV (prefix, snapshot); False if there are not enough blocks now."""
         self.on_admit = on_admit
@@ -94,6 +97,8 @@ class Scheduler:
         }
         for seq in self.waiting:
             if seq.sample.group_id in computing and seq.sample.snapshot is None:
+                continue
+            if not self.is_ready(seq):
                 continue
             if not self.attach(seq):
                 return None

@@ -1,0 +1,60 @@
+"""How saved KV is written: `exact` is the cache's bytes; `int8` is about a quarter of them (of float32), on request.
+
+int8: symmetric, a scale for each token and head (as KIVI does for values, arXiv 2402.02750): the largest magnitude is
+127. What comes back differs by at most half a step, so a sample that continues on it may leave the path it would have
+taken; its segment says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+Encoding = Literal["exact", "int8"]
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def encoded_shapes(blocks: int, layout: tuple[int, ...], dtype: torch.dtype, encoding: Encoding) -> Shapes:
+    """The tensors that a run of blocks becomes. layout: (layers, kv heads, block size, head dim)."""
+    layers, kv_heads, block_size, dim = layout
+    shape = (blocks, layers, 2, kv_heads, block_size * dim)
+    if encoding == "exact":
+        return {"kv": (dtype, shape)}
+    return {"scales": (torch.float32, (*shape[:-1], block_size)), "codes": (torch.int8, shape)}
+
+
+def encode(kv: torch.Tensor, blocks: list[int], layout: tuple[int, ...], out: Mapping[str, torch.Tensor]) -> None:
+    """Copies blocks of the cache [num blocks, layers, 2, kv heads, block size * head dim] (CPU layout, kernels/kv.py)
+    into tensors of `encoded_shapes`."""
+    if "kv" in out and kv.is_cpu:
+        source, target = (t.flatten(1).view(torch.uint8).numpy() for t in (kv, out["kv"]))
+        for i, block in enumerate(blocks):  # numpy moves a block with memcpy, nearly twice as fast as index_select
+            target[i] = source[block]
+        return
+    index = torch.tensor(blocks, dtype=torch.long, device=kv.device)
+    if "kv" in out:
+        out["kv"].copy_(kv.index_select(0, index))
+        return
+    _, _, block_size, dim = layout
+    data = kv.index_select(0, index).cpu().float()
+    keys = data[:, :, 0].unflatten(-1, (dim, block_size))
+    values = data[:, :, 1].unflatten(-1, (block_size, dim))
+    scales, codes = out["scales"], out["codes"]
+    torch.stack([keys.abs().amax(-2), values.abs().amax(-1)], dim=2, out=scales).div_(127.0)
+    steps = torch.where(scales > 0, scales, 1.0)
+    codes[:, :, 0] = (keys / steps[:, :, 0, :, None, :]).round_().flatten(-2)
+    codes[:, :, 1] = (values / steps[:, :, 1, :, :, None]).round_().flatten(-2)
+
+
+def decode(tensors: Mapping[str, torch.Tensor], layout: tuple[int, ...], low: int, high: int) -> torch.Tensor:
+    """Blocks low .. high-1 of a run, in the CPU layout."""
+    if "kv" in tensors:
+        return tensors["kv"][low:high]
+    _, _, block_size, dim = layout
+    codes, scales = tensors["codes"][low:high], tensors["scales"][low:high]
+    data = torch.empty(codes.shape)
+    data[:, :, 0] = (codes[:, :, 0].unflatten(-1, (dim, block_size)) * scales[:, :, 0, :, None, :]).flatten(-2)
+    data[:, :, 1] = (codes[:, :, 1].unflatten(-1, (block_size, dim)) * scales[:, :, 1, :, :, None]).flatten(-2)
+    return data

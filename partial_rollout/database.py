@@ -1,0 +1,449 @@
+"""Samples on disk: the tables, written through by `SampleStore` and read when a store is opened again.
+
+    groups --< samples --< chunks        a chunk: consecutive output tokens with their log-probabilities
+    deliveries                           one row for each hand-over
+    ledger                               running totals, kept beside the rows that they must equal
+
+A store in memory has the same tables, for names and counts only: the groups themselves hold the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from longtail.errors import StoreCorrupt, StoreError
+from longtail.partial_rollout.ledger import BESIDE, LINES, Ledger, Line
+from longtail.partial_rollout.records import (
+    BLANK_STATE,
+    ID_BYTES,
+    IDENTITY,
+    STATE,
+    Damage,
+    checksum_of,
+    checksum_of_bytes,
+    identity_of,
+    pack_floats,
+    pack_ids,
+    params_json,
+    params_of,
+    restore,
+    state_of,
+    task_json,
+    unpack_ids,
+)
+from longtail.partial_rollout.sqlite_file import Schema, SqliteFile
+from longtail.sample import Group, Sample
+from longtail.sampling_params import SamplingParams
+
+SCHEMA_VERSION = 1
+APPLICATION = 0x6C746C73  # "ltls"
+PRUNABLE = "(delivery = 0 OR delivery IN (SELECT number FROM deliveries WHERE number <= ?))"
+CHECK_AT_ONCE = 1000
+"""Groups in memory at once during a check."""
+UNREADABLE: tuple[tuple[int, ...], SamplingParams, bool] = ((), SamplingParams(), False)
+
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY,     -- in order of submission
+    name TEXT NOT NULL UNIQUE,
+    prompt BLOB NOT NULL,       -- int32
+    params TEXT NOT NULL,       -- JSON
+    task TEXT NOT NULL,         -- JSON
+    checksum INTEGER NOT NULL,  -- CRC-32 of the four above
+    delivery INTEGER            -- NULL: not handed over; 0: thrown away; -1: thrown away and forgotten
+);
+CREATE INDEX groups_by_delivery ON groups (delivery);
+CREATE TABLE samples (
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    group_id INTEGER NOT NULL REFERENCES groups (id),
+    position INTEGER NOT NULL,  -- in the group
+    seed INTEGER NOT NULL,      -- as a signed number
+    prompt BLOB,                -- NULL: the group's
+    params TEXT,                -- NULL: the group's
+    identity INTEGER NOT NULL,  -- CRC-32 of name, position, seed, prompt, params
+    status TEXT NOT NULL,
+    finish_reason TEXT,
+    stop_reason TEXT,           -- JSON
+    failure TEXT,
+    num_tokens INTEGER NOT NULL,
+    segments TEXT NOT NULL,     -- JSON: [start, end, version, engine, kv] each
+    submitted REAL,             -- these four: seconds on the clock of the process that ran it
+    first_token REAL,
+    finished REAL,
+    running REAL NOT NULL,
+    reward,                     -- a number; "nan" and "-0.0" as text, which SQLite would change
+    checksum INTEGER NOT NULL,  -- CRC-32 of status to reward
+    lost INTEGER NOT NULL DEFAULT 0,  -- tokens that were found damaged: on the ledger they failed
+    snapshot TEXT,              -- JSON: checksum and record of its saved KV (saved_kv.py), NULL: none
+    line TEXT NOT NULL          -- of the ledger
+);
+CREATE INDEX samples_by_group ON samples (group_id);
+CREATE INDEX samples_with_kv ON samples (name) WHERE snapshot IS NOT NULL;
+CREATE TABLE chunks (
+    sample_id INTEGER NOT NULL REFERENCES samples (id),
+    start INTEGER NOT NULL,     -- output position of the first token
+    tokens BLOB NOT NULL,       -- int32
+    logprobs BLOB NOT NULL,     -- float64
+    checksum INTEGER NOT NULL,  -- CRC-32 of both
+    PRIMARY KEY (sample_id, start)
+);
+CREATE TABLE deliveries (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again, also when its row is pruned
+    iteration INTEGER NOT NULL,
+    time REAL NOT NULL
+);
+CREATE TABLE ledger (name TEXT PRIMARY KEY, tokens INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {}
+"""What brings a store of schema version n to n + 1, inside a transaction."""
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    for statement in TABLES.split(";\n"):
+        connection.execute(statement)
+    connection.execute("INSERT INTO meta VALUES ('created', ?)", (str(time.time()),))
+    names = ["generated", *LINES, *BESIDE]
+    connection.executemany("INSERT INTO ledger VALUES (?, 0)", [(name,) for name in names])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delivery:
+    """One hand-over of complete groups."""
+
+    number: int
+    """1, 2, ... in order."""
+    iteration: int
+    time: float
+    """Seconds since the epoch."""
+    groups: list[Group]
+
+
+class Database(SqliteFile):
+    """The tables. Every method that writes is called inside a `transaction`; what it changes in memory is nothing."""
+
+    def __init__(self, directory: Path | None, *, read_only: bool = False) -> None:
+        super().__init__(directory, Schema(SCHEMA_VERSION, APPLICATION, _create, MIGRATIONS), read_only=read_only)
+
+    # -- writing, inside a transaction ---------------------------------------------------------------------------------
+
+    def add_groups(self, groups: Iterable[Group]) -> None:
+        """Their samples have no tokens yet on this side: `save` brings those."""
+        execute, keep = self.connection.execute, self.directory is not None
+        (group_id,) = execute("SELECT coalesce(max(id), 0) FROM groups").fetchone()
+        group_rows, sample_rows, blank = [], [], checksum_of(BLANK_STATE)
+        for group in groups:
+            group_id += 1
+            prompt, params = group.samples[0].prompt_ids, group.samples[0].params
+            record = (
+                (group.id, pack_ids(prompt), params_json(params), task_json(group)) if keep else (group.id, b"", "", "")
+            )
+            group_rows.append((group_id, *record, checksum_of(record)))
+            for sample in group.samples:
+                identity = identity_of(sample, prompt, params) if keep else (sample.id, sample.index, 0, None, None)
+                sample_rows.append((group_id, *identity, checksum_of(identity), *BLANK_STATE, blank))
+        self.connection.executemany(
+            "INSERT INTO groups (id, name, prompt, params, task, checksum) VALUES (?, ?, ?, ?, ?, ?)", group_rows
+        )
+        self.connection.executemany(
+            f"INSERT INTO samples (group_id, {', '.join(IDENTITY)}, identity, {', '.join(STATE)}, checksum, line)"
+            f" VALUES ({', '.join('?' * (len(IDENTITY) + len(STATE) + 3))}, 'pending')",
+            sample_rows,
+        )
+
+    def save(self, samples: Iterable[Sample]) -> None:
+        """What they have gained since they were saved last, on the ledger too. A sample that is done becomes one
+        chunk."""
+        find = "SELECT id, num_tokens FROM samples WHERE name = ?"
+        rows, chunks, whole, gained = [], [], [], 0
+        for sample in samples:
+            row, saved = self.connection.execute(find, (sample.id,)).fetchone()
+            length = len(sample.output_ids)
+            assert length >= saved, f"sample {sample.id} has lost tokens: {length} of {saved}"
+            gained += length - saved
+            state = state_of(sample)
+            rows.append((*state, checksum_of(state), row))
+            if length == saved or self.directory is None:
+                continue
+            if saved and sample.is_done:
+                whole.append((row,))
+                saved = 0
+            tokens, logprobs = pack_ids(sample.output_ids[saved:]), pack_floats(sample.logprobs[saved:])
+            chunks.append((row, saved, tokens, logprobs, checksum_of_bytes(tokens, logprobs)))
+        self.connection.executemany("DELETE FROM chunks WHERE sample_id = ?", whole)
+        self.connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?)", chunks)
+        settings = ", ".join(f"{column} = ?" for column in (*STATE, "checksum"))
+        self.connection.executemany(f"UPDATE samples SET {settings} WHERE id = ?", rows)
+        self.count({"generated": gained})
+
+    def save_kv(self, records: Mapping[str, str | None]) -> None:
+        """samples.snapshot, by sample."""
+        changes = [(text, name) for name, text in records.items()]
+        self.connection.executemany("UPDATE samples SET snapshot = ? WHERE name = ?", changes)
+
+    def count(self, tokens: Mapping[Any, int]) -> None:
+        """Adds to the ledger, by name."""
+        changes = [(n, name) for name, n in tokens.items() if n]
+        self.connection.executemany("UPDATE ledger SET tokens = tokens + ? WHERE name = ?", changes)
+
+    def leave(self, groups: Sequence[Group], lines: Mapping[str, Line], iteration: int | None) -> int:
+        """Hands groups over in this iteration (None: throws them away). lines: of each sample, by id. -> number of
+        the delivery; 0 if there is none."""
+        number = 0
+        if iteration is not None:
+            self.set_meta("iteration", str(iteration + 1))
+        if iteration is not None and groups:
+            insert = "INSERT INTO deliveries (iteration, time) VALUES (?, ?)"
+            number = int(self.connection.execute(insert, (iteration, time.time())).lastrowid or 0)
+        names = [(number, group.id) for group in groups]
+        self.connection.executemany("UPDATE groups SET delivery = ? WHERE name = ?", names)
+        settled, tokens = [], dict.fromkeys(("pending", *LINES), 0)
+        for group in groups:
+            for sample in group.samples:
+                length, line = len(sample.output_ids), lines[sample.id]
+                settled.append((line, sample.id))
+                (before,) = self.connection.execute("SELECT line FROM samples WHERE name = ?", (sample.id,)).fetchone()
+                tokens[before] -= length  # not pending if an interrupt came right after this had been written
+                tokens[line] += length
+        del tokens["pending"]  # what stands on no other line
+        self.connection.executemany("UPDATE samples SET line = ?, snapshot = NULL WHERE name = ?", settled)
+        self.count(tokens)
+        return number
+
+    def settle(self, sample_id: str, line: Line) -> bool:
+        """Moves the tokens of a sample to another line. False if it is not known or still pending."""
+        query = "SELECT id, line, num_tokens FROM samples WHERE name = ?"
+        found = self.connection.execute(query, (sample_id,)).fetchone()
+        if found is None or found[1] == "pending":
+            return False
+        self.connection.execute("UPDATE samples SET line = ? WHERE id = ?", (line, found[0]))
+        self.count({found[1]: -found[2]})
+        self.count({line: found[2]})
+        return True
+
+    def write_off(self, damages: Iterable[Damage]) -> None:
+        """Brings the rows to what is left of these samples. Their lost tokens failed."""
+        execute = self.connection.execute
+        for damage in damages:
+            sample, row = damage.sample, damage.row
+            execute("DELETE FROM chunks WHERE sample_id = ?", (row,))
+            settings = "lost = lost + ?, num_tokens = 0, snapshot = NULL"
+            execute(f"UPDATE samples SET {settings} WHERE id = ?", (damage.lost, row))
+            self.count({"failed": damage.lost, "generated": -len(sample.output_ids)})  # `save` counts these again
+            if not sample.prompt_ids:  # what cannot be read is emptied, so that the rest of the row can be
+                self._empty_group(row)
+                identity = identity_of(sample, (), sample.params)
+                settings = ", ".join(f"{column} = ?" for column in (*IDENTITY, "identity"))
+                execute(f"UPDATE samples SET {settings} WHERE id = ?", (*identity, checksum_of(identity), row))
+            self.save([sample])
+
+    def _empty_group(self, row: int) -> None:
+        """Empties the record of a sample's group if it is damaged."""
+        query = "SELECT id, checksum, name, prompt, params, task FROM groups WHERE id ="
+        query += " (SELECT group_id FROM samples WHERE id = ?)"
+        group, checksum, *record = self.connection.execute(query, (row,)).fetchone()
+        if checksum_of(record) != checksum:
+            empty = (record[0], b"", "{}", "null")
+            columns = "name = ?, prompt = ?, params = ?, task = ?, checksum = ?"
+            self.connection.execute(f"UPDATE groups SET {columns} WHERE id = ?", (*empty, checksum_of(empty), group))
+
+    def set_meta(self, key: str, value: str) -> None:
+        self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def prune(self, last: int) -> int:
+        """Removes what deliveries up to number `last`, and what was thrown away, held. Names and counts stay.
+        -> groups pruned."""
+        gone = self.query(f"SELECT id FROM groups WHERE {PRUNABLE}", (last,))
+        execute = self.connection.executemany
+        execute("DELETE FROM chunks WHERE sample_id IN (SELECT id FROM samples WHERE group_id = ?)", gone)
+        execute("UPDATE samples SET prompt = NULL, params = NULL, segments = '[]' WHERE group_id = ?", gone)
+        execute(
+            "UPDATE groups SET prompt = x'', params = '{}', task = 'null', delivery = iif(delivery = 0, -1, delivery)"
+            " WHERE id = ?",
+            gone,
+        )
+        self.connection.execute("DELETE FROM deliveries WHERE number <= ?", (last,))
+        self.set_meta("pruned", str(max(min(last, self.last_delivery()), self.last_pruned())))
+        return len(gone)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def meta(self, key: str) -> str | None:
+        rows = self.query("SELECT value FROM meta WHERE key = ?", (key,))
+        return str(rows[0][0]) if rows else None
+
+    def knows(self, table: Literal["groups", "samples"], name: str) -> bool:
+        return bool(self.query(f"SELECT 1 FROM {table} WHERE name = ?", (name,)))
+
+    def num_groups(self) -> int:
+        """Ever submitted."""
+        return int(self.query("SELECT coalesce(max(id), 0) FROM groups")[0][0])
+
+    def last_delivery(self) -> int:
+        return int(self.query("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'deliveries'")[0][0])
+
+    def last_pruned(self) -> int:
+        return int(self.meta("pruned") or 0)
+
+    def prunable(self, last: int) -> tuple[int, int]:
+        """Groups that `prune` would empty, and their tokens."""
+        query = "SELECT count(DISTINCT g.id), coalesce(sum(s.num_tokens), 0) FROM groups g JOIN samples s"
+        groups, tokens = self.query(f"{query} ON s.group_id = g.id WHERE {PRUNABLE}", (last,))[0]
+        return groups, tokens
+
+    def ledger(self) -> Ledger:
+        tokens = dict(self.query("SELECT name, tokens FROM ledger"))
+        return Ledger(tokens["generated"], {line: tokens[line] for line in LINES}, {b: tokens[b] for b in BESIDE})
+
+    def counted(self) -> dict[str, int]:
+        """Tokens by line, counted from the samples."""
+        with self.reading():
+            counts = dict(self.query("SELECT line, sum(num_tokens) FROM samples GROUP BY line"))
+            lost = self.query("SELECT coalesce(sum(lost), 0) FROM samples")[0][0]
+        return counts | {"failed": counts.get("failed", 0) + lost}
+
+    def num_saved(self) -> dict[str, int]:
+        """Output tokens of every sample of an open group, by name."""
+        query = "SELECT s.name, s.num_tokens FROM groups g JOIN samples s ON s.group_id = g.id WHERE g.delivery IS NULL"
+        return dict(self.query(query))
+
+    def saved_kv(self) -> dict[str, bytes]:
+        """samples.snapshot by sample, of those that have any; as bytes, for it may be damaged."""
+        query = "SELECT name, CAST(snapshot AS BLOB) FROM samples WHERE snapshot IS NOT NULL"
+        return dict(self.query(query))
+
+    def open_groups(self) -> tuple[list[Group], list[Damage]]:
+        """Groups that are not handed over, in order of submission."""
+        return self.load("g.delivery IS NULL")
+
+    def deliveries(self, after: int) -> Iterator[Delivery]:
+        query = "SELECT number, iteration, time FROM deliveries WHERE number > ? ORDER BY number"
+        for number, iteration, at in self.query(query, (after,)):
+            groups, damages = self.load("g.delivery = ?", (number,))
+            if damages:
+                raise StoreCorrupt(f"{self.directory}: delivery {number}: {damages[0].found}")
+            yield Delivery(number, iteration, at, groups)
+
+    def load(self, where: str, values: Sequence[Any] = ()) -> tuple[list[Group], list[Damage]]:
+        """The groups for which `where` (of groups g) holds, and what is damaged in them."""
+        try:
+            return self._load(where, values)
+        except StoreError as error:
+            if not isinstance(error.__cause__, sqlite3.OperationalError) or "UTF-8" not in str(error):
+                raise
+        # A damaged text that is no text any more. With this it is a wrong text, which its checksum tells.
+        self.connection.text_factory = lambda data: data.decode(errors="replace")
+        return self._load(where, values)
+
+    def _load(self, where: str, values: Sequence[Any]) -> tuple[list[Group], list[Damage]]:
+        groups: dict[int, Group] = {}
+        prompts: dict[int, tuple[tuple[int, ...], SamplingParams, bool]] = {}
+        damages = []
+        with self.reading(), _quiet_collector():
+            outputs = self._outputs(where, values)
+            query = f"SELECT id, checksum, name, prompt, params, task FROM groups g WHERE {where} ORDER BY id"
+            for group, checksum, *record in self.connection.execute(query, values):
+                name, prompt, params, task = record
+                whole = checksum_of(record) == checksum
+                groups[group] = Group(name, [], json.loads(task) if whole and task != "null" else None)
+                prompts[group] = (tuple(unpack_ids(prompt)), params_of(params), True) if whole else UNREADABLE
+            columns = ", ".join(f"s.{column}" for column in (*IDENTITY, *STATE))
+            query = (
+                f"SELECT s.id, s.group_id, s.identity, s.checksum, {columns} FROM groups g JOIN samples s"
+                f" ON s.group_id = g.id WHERE {where} ORDER BY s.id"
+            )
+            for row, group, identity, checksum, *record in self.connection.execute(query, values):
+                prompt, params, whole = prompts[group]
+                whole = whole and checksum_of(record[: len(IDENTITY)]) == identity
+                readable = whole, checksum_of(record[len(IDENTITY) :]) == checksum
+                output = outputs.get(row) or (b"", b"")
+                sample, damage = restore(row, record, readable, groups[group].id, prompt, params, output)
+                groups[group].samples.append(sample)
+                if damage is not None:
+                    damages.append(damage)
+        return list(groups.values()), damages
+
+    def _outputs(self, where: str, values: Sequence[Any]) -> dict[int, tuple[bytes, bytes]]:
+        """Packed output ids and log-probabilities by row of the sample, up to the first chunk that is missing or
+        damaged."""
+        outputs: dict[int, tuple[bytes, bytes]] = {}
+        more: dict[int, tuple[list[bytes], list[bytes], int]] = {}
+        query = (
+            "SELECT c.sample_id, c.start, c.tokens, c.logprobs, c.checksum FROM groups g JOIN samples s"
+            f" ON s.group_id = g.id JOIN chunks c ON c.sample_id = s.id WHERE {where} ORDER BY g.id, s.id, c.start"
+        )
+        for row, start, tokens, logprobs, checksum in self.connection.execute(query, values):
+            if checksum_of_bytes(tokens, logprobs) != checksum:
+                continue
+            if start == 0:
+                outputs[row] = tokens, logprobs
+            elif row in outputs:
+                first, _ = outputs[row]
+                parts = more.setdefault(row, ([], [], len(first) // ID_BYTES))
+                if start == parts[2]:
+                    parts[0].append(tokens)
+                    parts[1].append(logprobs)
+                    more[row] = (*parts[:2], start + len(tokens) // ID_BYTES)
+        for row, (tokens, logprobs, _) in more.items():
+            first, second = outputs[row]
+            outputs[row] = b"".join([first, *tokens]), b"".join([second, *logprobs])
+        return outputs
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """What is wrong with the file: SQLite's own check, every checksum, every conservation law. Nothing if it is
+        sound. Beside a writer it sees one moment."""
+        with self.reading():
+            problems = [row[0] for row in self.query("PRAGMA integrity_check") if row[0] != "ok"]
+            problems += [
+                f"table {row[0]}, row {row[1]} belongs to nothing" for row in self.query("PRAGMA foreign_key_check")
+            ]
+            kept = "(g.delivery IS NULL OR g.delivery = 0 OR g.delivery IN (SELECT number FROM deliveries))"
+            for first in range(0, self.num_groups() + 1, CHECK_AT_ONCE):
+                some = f"g.id >= {first} AND g.id < {first + CHECK_AT_ONCE} AND {kept}"
+                groups, damages = self.load(some)
+                problems += [damage.found for damage in damages]
+                problems += [f"group {group.id} has no samples" for group in groups if not group.samples]
+                for sample in (s for group in groups for s in group.samples):
+                    try:
+                        sample.check_integrity()
+                    except AssertionError as error:
+                        problems.append(f"sample {sample.id}: versions or segments do not fit its tokens ({error})")
+            ledger, counted = self.ledger(), self.counted()
+            for line, tokens in ledger.places.items():
+                if tokens != counted.get(line, 0):
+                    problems.append(f"ledger: {line} says {tokens}, the samples say {counted.get(line, 0)}")
+            for line in sorted(counted.keys() - ledger.places.keys()):
+                problems.append(f"ledger: no line is called {line!r}, but samples stand on it")
+            settled = "SELECT s.name FROM samples s JOIN groups g ON g.id = s.group_id WHERE"
+            for condition, what in (
+                ("g.delivery IS NULL AND s.line != 'pending'", "is settled, but its group was not handed over"),
+                ("g.delivery IS NOT NULL AND s.line = 'pending'", "is pending, but its group was handed over"),
+            ):
+                problems += [f"sample {name} {what}" for (name,) in self.query(f"{settled} {condition}")]
+            unknown = "SELECT name FROM groups WHERE delivery > ?"
+            problems += [f"group {name} is in no delivery" for (name,) in self.query(unknown, (self.last_delivery(),))]
+        return problems
+
+
+@contextlib.contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Millions of new objects and no garbage: the collector would look through all of them again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

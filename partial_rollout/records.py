@@ -1,0 +1,237 @@
+"""Samples and groups as rows: numbers, JSON, and arrays of int32 (token ids) and float64 (log-probabilities). Nothing
+is pickled. Every row that a continuation or a trainer rests on carries a CRC-32."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longtail.sample import Group, Sample, Segment, Timings
+from longtail.sampling_params import SamplingParams
+from longtail.version import PolicyVersion
+
+IDENTITY = ("name", "position", "seed", "prompt", "params")
+"""Columns of a sample that never change."""
+STATE = (
+    "status",
+    "finish_reason",
+    "stop_reason",
+    "failure",
+    "num_tokens",
+    "segments",
+    "submitted",
+    "first_token",
+    "finished",
+    "running",
+    "reward",
+)
+"""Columns of a sample that change while it is made."""
+
+
+ID_BYTES, FLOAT_BYTES = 4, 8
+BLANK_STATE = ("waiting", None, None, None, 0, "[]", None, None, None, 0.0, None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Damage:
+    """A sample of which something was damaged on disk."""
+
+    sample: Sample
+    """As it goes on."""
+    row: int
+    lost: int
+    """Output tokens that are gone. The sample makes them again if it can."""
+    found: str
+    done: str
+    """What this means for the sample."""
+
+
+class _Stored(Sample):
+    """Unpacks its tokens when somebody first looks at them, so that a store of many samples opens soon and stays small
+    in memory. From then on it is like any sample."""
+
+    __slots__ = ("_packed",)
+    _packed: tuple[bytes, bytes, str]
+
+    def __getattr__(self, name: str) -> Any:  # asked only for what is not set
+        if name not in ("output_ids", "logprobs", "versions", "segments"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        tokens, logprobs, text = self._packed
+        ids = unpack_ids(tokens)
+        segments, versions = [], []
+        for start, end, version, engine, kv in json.loads(text):
+            if start < (end := min(end, len(ids))):  # segments end where the readable output ends
+                segments.append(Segment(start, end, PolicyVersion(version), engine, kv))
+                versions += [PolicyVersion(version)] * (end - start)
+        unpacked = {"output_ids": ids, "logprobs": unpack_floats(logprobs), "versions": versions, "segments": segments}
+        for field, value in unpacked.items():
+            try:
+                object.__getattribute__(self, field)  # set by somebody
+            except AttributeError:
+                setattr(self, field, value)
+        self._packed = b"", b"", "[]"
+        return object.__getattribute__(self, name)
+
+
+def restore(
+    row: int,
+    record: Sequence[Any],
+    readable: tuple[bool, bool],
+    group_id: str,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    output: tuple[bytes, bytes],
+) -> tuple[Sample, Damage | None]:
+    """The sample from what is readable of it. Built without the checks of its constructor: what is read was checked
+    when it was submitted.
+
+    record: values of IDENTITY and STATE. readable: whether its prompt and parameters are as they were, and its state.
+    output: tokens and log-probabilities up to the first that is damaged, packed."""
+    identity, state = record[: len(IDENTITY)], record[len(IDENTITY) :]
+    who, kept, lost = f"sample {identity[0]}", len(output[0]) // ID_BYTES, 0
+    damage: tuple[str, str] | None = None
+    if not readable[1]:
+        lost, kept = kept, 0
+        state, output = BLANK_STATE, (b"", b"")
+        damage = f"{who}: its record is damaged", "it starts again"
+    elif kept != state[4]:
+        kept = min(kept, state[4])
+        lost = state[4] - kept
+        output = output[0][: kept * ID_BYTES], output[1][: kept * FLOAT_BYTES]
+        damage = f"{who}: output tokens {kept} to {state[4] - 1} are damaged", f"it continues from token {kept}"
+    if not readable[0]:
+        identity = (*identity[:2], 0, None, None)
+        prompt, params = (), SamplingParams()
+        damage = f"{who}: its prompt or its parameters are damaged", "it cannot go on, and counts as failed"
+    sample = _Stored.__new__(_Stored)
+    sample.id, sample.index, seed, own_prompt, own_params = identity
+    sample.status, sample.finish_reason, stop_reason, sample.failure, _, segments, *timings, reward = state
+    sample.group_id = group_id
+    sample.prompt_ids = prompt if own_prompt is None else tuple(unpack_ids(own_prompt))
+    sample.params = params if own_params is None else params_of(own_params)
+    sample.seed = seed % 2**64
+    sample.stop_reason = None if stop_reason is None else json.loads(stop_reason)
+    sample._packed = (*output, segments)
+    sample.timings = Timings(*timings)
+    sample.reward = None if reward is None else float(reward)
+    sample.snapshot = None
+    if damage is not None:  # from the tokens that are left it goes on to the same end: they are all its state
+        sample.finish_reason = sample.stop_reason = sample.failure = sample.timings.finished = None
+    if damage is not None or not sample.is_done:  # nobody runs it now
+        sample.status = "paused" if kept else "waiting"
+    if not readable[0]:
+        sample.status, sample.finish_reason = "failed", "error"
+        sample.failure = "reading it from disk: its prompt or its parameters were damaged"
+    return sample, None if damage is None else Damage(sample, row, lost, *damage)
+
+
+def identity_of(sample: Sample, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Any, ...]:
+    """Values of IDENTITY. prompt, params: the group's; what is the same there is None."""
+    own_prompt = None if same(sample.prompt_ids, prompt) else pack_ids(sample.prompt_ids)
+    own_params = None if same(sample.params, params) else params_json(sample.params)
+    return sample.id, sample.index, signed(sample.seed), own_prompt, own_params
+
+
+def state_of(sample: Sample) -> tuple[Any, ...]:
+    """Values of STATE."""
+    t = sample.timings
+    return (
+        sample.status,
+        sample.finish_reason,
+        None if sample.stop_reason is None else json.dumps(sample.stop_reason),
+        None if sample.failure is None else sample.failure.encode(errors="backslashreplace").decode(),
+        len(sample.output_ids),
+        _segments_json(sample.segments),
+        t.submitted,
+        t.first_token,
+        t.finished,
+        t.running,
+        None if sample.reward is None else _storable(float(sample.reward)),
+    )
+
+
+def checksum_of(values: Sequence[Any]) -> int:
+    """CRC-32 of what SQLite gives back as it took it: bytes, text, integers, floats (but NaN and -0.0) and None."""
+    return zlib.crc32(repr(tuple(values)).encode())
+
+
+def checksum_of_bytes(first: bytes, second: bytes) -> int:
+    return zlib.crc32(second, zlib.crc32(first))
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    try:
+        return array("i", ids).tobytes()
+    except OverflowError as error:
+        raise ValueError(f"token ids must be below 2**31, not {max(ids)}") from error
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    return array("i", data).tolist()
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    return array("d", values).tobytes()
+
+
+def unpack_floats(data: bytes) -> list[float]:
+    return array("d", data).tolist()
+
+
+def signed(seed: int) -> int:
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, and soon known to be where they are one object."""
+    return a is b or a == b
+
+
+_DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
+
+
+def params_json(params: SamplingParams) -> str:
+    values = {name: getattr(params, name) for name in _DEFAULTS}
+    return json.dumps({name: v for name, v in values.items() if v != _DEFAULTS[name]})
+
+
+@functools.lru_cache(maxsize=4096)
+def params_of(text: str) -> SamplingParams:
+    return SamplingParams.from_dict(json.loads(text))
+
+
+def task_json(group: Group) -> str:
+    """ValueError if the task would not come back as it is (tuples come back as lists)."""
+    try:
+        _check_keys(group.task)
+        return "null" if group.task is None else json.dumps(group.task)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"group {group.id!r}: task cannot be stored ({error}); a store on disk takes what JSON can say: numbers, "
+            "strings, lists, and dicts with strings as keys; keep other objects yourself, by the group's id"
+        ) from error
+
+
+def _check_keys(value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"key {key!r} is no string")
+            _check_keys(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_keys(item)
+
+
+def _segments_json(segments: list[Segment]) -> str:
+    return json.dumps([[s.start, s.end, s.version, s.engine, s.kv] for s in segments]) if segments else "[]"
+
+
+def _storable(value: float) -> float | str:
+    """SQLite takes NaN for NULL, and -0.0 for 0.0."""
+    return value if value and value == value else repr(value)

@@ -1,0 +1,204 @@
+"""KVManager over tiers: shared prompts, delayed writes, weights in every tier, int8; and the host memory below."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tests.kv_manager.conftest import PROMPT, B, compute, make_kv, make_seq, read, start
+from tests.kv_manager.test_tiers import BLOCK, by_hand, must, put
+
+from longtail.errors import SnapshotMismatch
+from longtail.kv_manager import host_memory
+from longtail.kv_manager.encoding import decode, encode, encoded_shapes
+from longtail.kv_manager.host_memory import HostMemory, footprint
+from longtail.kv_manager.snapshot_file import read_part
+
+# ---- through the manager
+
+
+def test_a_prompt_is_stored_once(tmp_path: Path) -> None:
+    t, writer, _ = by_hand(tmp_path)
+    kv = make_kv(32, tiers=t)
+    snapshots = []
+    for i in range(8):
+        seq = start(kv, make_seq(PROMPT, [i] * 20, name=f"g/{i}"))  # 40 + 20 tokens: 2 blocks of prompt, 2 of its own
+        snapshots.append(kv.save(seq))
+        kv.release(seq)
+    writer.run()
+    assert len({s.parts[0] for s in snapshots if s}) == 1
+    assert t.host_used == t.disk_used == (2 + 8 * 2) * BLOCK
+    assert len(os.listdir(tmp_path)) == 9
+    snapshots[1:] = []
+    assert t.host_used == (2 + 2) * BLOCK  # the first one still needs the prompt
+
+
+def test_a_delayed_save_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
+    t, writer, _ = by_hand(tmp_path)
+    kv = make_kv(3, tiers=t, prefix_caching=False)
+    seq = start(kv, make_seq(PROMPT), base=300)
+    before = kv.kv[seq.block_table].clone()
+    snapshot = kv.save(seq)
+    assert snapshot is not None
+    kv.release(seq)
+    start(kv, make_seq([9] * 40, name="h/0"), base=7000)  # every block is somebody else's
+    writer.run()
+    (part,) = snapshot.parts
+    assert part.file is not None
+    assert torch.equal(read_part(part.file, part.header)["kv"], before)
+
+
+def test_no_room_for_the_second_part_leaks_nothing() -> None:
+    t, _, _ = by_hand(None, host_bytes=2 * BLOCK)
+    kv = make_kv(8, tiers=t)
+    seq = start(kv, make_seq(PROMPT, [1] * 20))
+    assert kv.save(seq) is None
+    assert t.host_used == 0
+    t.check_integrity()
+
+
+@pytest.mark.parametrize("place", ["device", "host", "disk"])
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_prompt_is_found_in_every_tier_and_under_its_own_weights_only(
+    tmp_path: Path, place: str, updated: bool
+) -> None:
+    t, writer, reader = by_hand(tmp_path, host_bytes=5 * BLOCK)
+    kv = make_kv(16, tiers=t)
+    seq = start(kv, make_seq(PROMPT, [1] * 20), base=300)
+    snapshot = kv.save(seq)
+    kv.release(seq)
+    writer.run()
+    assert snapshot is not None
+    if place != "device":
+        kv.pool.forget_all()
+    if place == "disk":
+        must(put(t, "x", blocks=5))
+        assert not any(part.in_memory for part in snapshot.parts)
+    if updated:
+        kv.set_fingerprint(B)
+    sibling = make_seq(PROMPT, name="g/1")
+    prompt = kv.saved_prompt(sibling)
+    kv.attach(sibling)
+    if updated:
+        assert prompt is None
+        assert sibling.num_computed_tokens == 0
+        assert not kv.can_use(snapshot)
+    elif place == "device":
+        assert prompt is None
+        assert sibling.num_computed_tokens == 39
+    else:
+        assert sibling.num_computed_tokens == 0
+        assert prompt is not None
+        writer.run()
+        assert t.prefetch(prompt.parts)
+        reader.run()
+        assert kv.restore(sibling, prompt)
+        assert read(kv, sibling) == [300.0 + i for i in range(32)]
+        compute(kv, sibling, base=300)
+    kv.check_integrity([sibling])
+
+
+def test_a_part_of_other_weights_in_a_snapshot_is_refused() -> None:
+    """What a damaged record could ask for: the snapshot says A, one of its parts was made by B."""
+    kv = make_kv(16)
+    seq = start(kv, make_seq(PROMPT, [1] * 20))
+    ours = kv.save(seq)
+    kv.release(seq)
+    kv.set_fingerprint(B)
+    kv.attach(seq)
+    compute(kv, seq, base=500)
+    theirs = kv.save(seq)
+    kv.release(seq)
+    assert ours is not None
+    assert theirs is not None
+    kv.attach(seq)
+    first, second = theirs.parts
+    for parts in ((ours.parts[0], second), (first,), (second,), (second, first), (first, first, second), ()):
+        with pytest.raises(SnapshotMismatch):
+            kv.restore(seq, dataclasses.replace(theirs, parts=parts))
+    assert kv.restore(seq, theirs)
+
+
+# ---- int8
+
+
+def test_int8_is_within_half_a_step_and_a_quarter_of_the_bytes() -> None:
+    layout = (3, 2, 16, 64)
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(6, 3, 2, 2, 16 * 64, generator=generator) * torch.logspace(-6, 3, 16 * 64)
+    kv[1] = 0
+    shapes = encoded_shapes(4, layout, torch.float32, "int8")
+    out = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
+    encode(kv, [4, 1, 0, 5], layout, out)
+    back = decode(out, layout, 0, 4)
+    wanted = kv[[4, 1, 0, 5]]
+    for side, view in ((0, (64, 16)), (1, (16, 64))):
+        axis = -2 if side == 0 else -1
+        exact, got = (x[:, :, side].unflatten(-1, view) for x in (wanted, back))
+        step = exact.abs().amax(axis, keepdim=True) / 127
+        assert bool(((got - exact).abs() <= step * 0.5 * (1 + 1e-5)).all())
+    assert torch.equal(decode(out, layout, 1, 3), back[1:3])
+    assert torch.equal(back[1], torch.zeros_like(back[1]))
+    nbytes = sum(t.nbytes for t in out.values())
+    assert nbytes == wanted.nbytes // 4 + wanted.nbytes // 64
+    kv[0] = float("nan")
+    encode(kv, [0], layout, {name: t[:1] for name, t in out.items()})
+    assert decode(out, layout, 0, 1).isnan().all()
+
+
+def test_int8_is_found_by_nobody_else(tmp_path: Path) -> None:
+    kv = make_kv(16, encoding="int8")
+    seq = start(kv, make_seq(PROMPT, [1] * 20), upto=50)
+    snapshot = kv.save(seq)
+    assert snapshot is not None
+    assert not snapshot.is_exact
+    for _ in range(2):  # and so it stays when it is saved again
+        kv.release(seq)
+        kv.pool.forget_all()
+        kv.attach(seq)
+        assert kv.can_use(snapshot)
+        assert not make_kv(16).can_use(snapshot)  # an engine that was not asked for it
+        assert kv.restore(seq, snapshot)
+        if seq.num_uncomputed_tokens:
+            compute(kv, seq)
+        twin = make_seq(PROMPT, [1] * 20, name="g/1")
+        assert kv.saved_prompt(twin) is None
+        kv.attach(twin)
+        assert twin.num_computed_tokens == 0
+        kv.release(twin)
+        again = kv.save(seq)
+        assert again is not None
+        assert again.fingerprint == "A~"
+        snapshot = again
+
+
+# ---- host memory
+
+
+def test_memory_is_used_again_when_nobody_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, size = HostMemory(), host_memory.HUGE_PAGE * 4
+    a = memory.take(size - 5, 1 << 40)
+    assert a.shape == (size - 5,)
+    address, view = a.data_ptr(), a[100:200].view(torch.float32)
+    del a
+    assert memory.idle_bytes == 0  # the view still reads it
+    assert memory.take(size, 1 << 40).data_ptr() != address
+    assert memory.idle_bytes == size
+    del view
+    assert memory.idle_bytes == 2 * size
+    assert memory.take(size - 9, 1 << 40).data_ptr() in range(1, 1 << 63)
+    memory.trim(size)
+    assert memory.idle_bytes == size
+    b = memory.take(100, 0)
+    assert b.shape == (100,)
+    assert memory.idle_bytes == size  # small buffers have nothing to do with it
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4 << 20, (4 << 20) + 1, 100 << 20, (100 << 20) + 1, (1 << 30) - 1])
+def test_a_footprint_is_little_more_than_what_it_holds(nbytes: int) -> None:
+    size = footprint(nbytes)
+    assert nbytes <= size <= max(nbytes * 9 / 8, nbytes + host_memory.HUGE_PAGE)
+    assert size == nbytes or size % host_memory.HUGE_PAGE == 0
