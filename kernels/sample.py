@@ -186,22 +186,22 @@ def _sample(
             first += 1
         token = first
         if not greedy:
-            token = _race(probs, first, seeds[row], np.uint64(positions[row]))
+            token = _race(probs, first, seeds[row], np.uint64(positions[row]), np.uint64(0))
         tokens[row] = token
         logprobs[row] = np.float32(np.float64(x[token] * scale - top) - math.log(total))
 
 
 @inline
-def _race(probs: Any, first: Any, seed: Any, position: Any) -> Any:
-    """argmax of probs / E, lowest id at equal scores. E >= u, so p / u bounds a token's score from above: only the few
-    tokens whose bound beats the best score so far need a logarithm."""
+def _race(probs: Any, first: Any, seed: Any, position: Any, stream: Any) -> Any:
+    """argmax of probs / E, lowest id at equal scores, with E of the stream; first: the most likely token. E >= u, so
+    p / u bounds a token's score from above: only the few whose bound beats the best score so far need a logarithm."""
     size = probs.shape[0]
     m32 = np.uint64(0xFFFFFFFF)
     k0, k1 = seed & m32, seed >> np.uint64(32)
     p_lo, p_hi = position & m32, position >> np.uint64(32)
     # The most likely token first: a good bound from the start.
     counter = np.uint64((first // CHUNK) * _QUARTER + first % _QUARTER)
-    w0, w1, w2, w3 = philox_numba(counter, p_lo, p_hi, np.uint64(0), k0, k1)
+    w0, w1, w2, w3 = philox_numba(counter, p_lo, p_hi, stream, k0, k1)
     which = (first % CHUNK) // _QUARTER
     word = w0 if which == 0 else (w1 if which == 1 else (w2 if which == 2 else w3))
     best = np.float64(probs[first]) / -math.log1p(-np.float64(uniform_numba(np.uint32(word))))
@@ -214,7 +214,7 @@ def _race(probs: Any, first: Any, seed: Any, position: Any) -> Any:
         stop = min(size, start + CHUNK)
         base = np.uint64((start // CHUNK) * _QUARTER)
         for i in range(_QUARTER):
-            w0, w1, w2, w3 = philox_numba(np.uint64(index[i]) + base, p_lo, p_hi, np.uint64(0), k0, k1)
+            w0, w1, w2, w3 = philox_numba(np.uint64(index[i]) + base, p_lo, p_hi, stream, k0, k1)
             a[i] = w0
             b[i] = w1
             c[i] = w2

@@ -32,8 +32,8 @@ from numba import prange
 
 from longtail.kernels._checks import check_devices, check_temperatures
 from longtail.kernels._numba import LANES, inline, jit
-from longtail.kernels.philox import CHUNK, QUARTER, philox_numba, uniform_noise, uniform_numba
-from longtail.kernels.sample import _mass, _top
+from longtail.kernels.philox import philox_numba, uniform_noise
+from longtail.kernels.sample import _mass, _race, _top
 from longtail.kernels.verify import Verified, check_drafts
 from longtail.kernels.verify_triton import verify_rejection_triton
 
@@ -268,55 +268,6 @@ def _residual(weights: Any, over_total: Any, draft_probs: Any) -> Any:
     return np.float32(np.nan) if bad else most
 
 
-@inline
-def _race(weights: Any, seed: Any, position: Any, stream: Any) -> Any:
-    """argmax of weights / E, lowest id at equal scores, with E of the stream. E >= u, so weight / u bounds a token's
-    score from above: only the few tokens whose bound beats the best score so far need a logarithm."""
-    size = weights.shape[0]
-    m32 = np.uint64(0xFFFFFFFF)
-    k0, k1 = seed & m32, seed >> np.uint64(32)
-    p_lo, p_hi = position & m32, position >> np.uint64(32)
-    first = 0
-    for c in range(size):
-        first = c if weights[c] > weights[first] else first
-    # The most likely token first: a good bound from the start.
-    counter = np.uint64((first // CHUNK) * QUARTER + first % QUARTER)
-    w0, w1, w2, w3 = philox_numba(counter, p_lo, p_hi, stream, k0, k1)
-    which = (first % CHUNK) // QUARTER
-    word = w0 if which == 0 else (w1 if which == 1 else (w2 if which == 2 else w3))
-    best = np.float64(weights[first]) / -math.log1p(-np.float64(uniform_numba(np.uint32(word))))
-    winner = first
-    words = np.empty((4, QUARTER), np.uint32)
-    uniforms = np.empty(CHUNK, np.float32)
-    index = np.arange(QUARTER).astype(np.uint32)
-    for start in range(0, size, CHUNK):
-        stop = min(size, start + CHUNK)
-        base = np.uint64((start // CHUNK) * QUARTER)
-        for i in range(QUARTER):
-            w0, w1, w2, w3 = philox_numba(np.uint64(index[i]) + base, p_lo, p_hi, stream, k0, k1)
-            words[0, i] = w0
-            words[1, i] = w1
-            words[2, i] = w2
-            words[3, i] = w3
-        for k in range(4):
-            for i in range(QUARTER):
-                uniforms[k * QUARTER + i] = uniform_numba(words[k, i])
-        for part in range(start, stop, 64):
-            end = min(stop, part + 64)
-            bound = np.float32(best * 0.99999)  # a margin for the rounding of the bound itself
-            hits = 0
-            for t in range(part, end):
-                hits += weights[t] > bound * uniforms[t - start]
-            if hits:
-                for t in range(part, end):
-                    if weights[t] > bound * uniforms[t - start]:
-                        score = np.float64(weights[t]) / -math.log1p(-np.float64(uniforms[t - start]))
-                        if score > best or (score == best and t < winner):
-                            best = score
-                            winner = t
-    return winner
-
-
 @jit(parallel=True)
 def _verify(
     logits: Any,
@@ -395,7 +346,10 @@ def _verify(
                             weights[draft] = np.float32(0.0)
                 if status[i] == 0:
                     if token < 0:
-                        token = np.int64(_race(weights, seed, position, stream))
+                        first = 0
+                        for c in range(weights.shape[0]):
+                            first = c if weights[c] > weights[first] else first
+                        token = np.int64(_race(weights, first, seed, position, stream))
                     tokens[i, j] = token
                     logprobs[i, j] = np.float32(np.float64(x[token] * scale - top) - math.log(total))
                     j += 1
