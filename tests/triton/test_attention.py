@@ -142,4 +142,5 @@ def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match="does not fit kv"):
         paged_attention_triton(torch.ones(1, 3, 8), case.kv, 1, case.batch(), 16, 1.0)
     with pytest.raises(ValueError, match=r"block size 24 \(a divisor of 256\)"):
-        paged_attention_triton(torch.ones(1, 1, 8), empty_kv(2, 1, 1, 24, 8, layout="hnd"), 0, case.batch(), 24, 1.0)
+        batch = AttentionBatch.build([1], [5], [[0]], 1)
+        paged_attention_triton(torch.ones(1, 1, 8), empty_kv(2, 1, 1, 24, 8, layout="hnd"), 0, batch, 24, 1.0)
