@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.partial_rollout.conftest import SIZES, EngineMaker, assert_same, generate, group, prompt, run
@@ -16,7 +18,8 @@ from transformers import (
 )
 
 from longtail import ExactNumericsUnavailable, NativeEngine, UnsupportedModel
-from longtail.partial_rollout.engines.native import interface, loader
+from longtail.kernels.attention import AttentionVariant
+from longtail.partial_rollout.engines.native import decoder, interface, loader
 from longtail.partial_rollout.engines.native.decoder import FusedDecoder
 from longtail.sample import Sample
 
@@ -47,7 +50,7 @@ CONFIGS: dict[str, tuple[type, dict]] = {
     ),
     "mistral": (MistralConfig, {}),
     "qwen3": (Qwen3Config, {"layer_types": MIXED, "use_sliding_window": True}),
-    "gpt-oss": (
+    "gpt_oss": (
         GptOssConfig,
         {"layer_types": MIXED, "num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
@@ -85,16 +88,16 @@ def expected(engine: NativeEngine) -> Sample:
     return generate(engine, group("a", prompt(21), max_tokens=LENGTH))[0]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gpt-oss"])
+@pytest.mark.parametrize("kind", [*KINDS, "gpt_oss"])
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 def test_against_transformers(make_engine: EngineMaker, kind: str, numerics: str) -> None:
-    kind, _, path = kind.partition("-") if kind != "gpt-oss" else (kind, "", "")
+    kind, _, path = kind.partition("-")
     model = make_model(kind)
     ids = prompt(25)
     with torch.no_grad():
         want = model.generate(torch.tensor([ids]), max_new_tokens=50, do_sample=False, eos_token_id=None)
         logprobs = torch.log_softmax(model(want).logits[0].float(), -1)
-    if kind == "gpt-oss" and numerics == "exact":  # its experts are plain matmuls, whose bits depend on the rows
+    if kind == "gpt_oss" and numerics == "exact":  # its experts are plain matmuls, whose bits depend on the rows
         with pytest.raises(ExactNumericsUnavailable):
             make_engine(model)
         return
@@ -171,20 +174,20 @@ def test_weights_are_replaced(make_engine: EngineMaker) -> None:
     assert_same(generate(engine, group("a", prompt(21)))[0], generate(fresh, group("a", prompt(21)))[0])
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gemma2", "mistral", "gpt-oss"])
+@pytest.mark.parametrize("kind", [*KINDS, "gpt_oss"])
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_wrong_window_is_found_at_load(
     monkeypatch: pytest.MonkeyPatch, make_engine: EngineMaker, kind: str, error: int
 ) -> None:
-    plain = interface.AttentionVariant
-
-    def wrong(window: int, **fields: object) -> object:
-        return plain(window=window and window + error, **fields)
+    def wrong(window: int, **fields: Any) -> AttentionVariant:
+        return AttentionVariant(window=window and window + error, **fields)
 
     monkeypatch.setattr(interface, "AttentionVariant", wrong)
+    monkeypatch.setattr(decoder, "AttentionVariant", wrong)
+    kind, _, path = kind.partition("-")
     for window in (WINDOW, 100):
         with pytest.raises(UnsupportedModel, match="computes other logits"):
-            make_engine(make_model(kind, window), numerics="fast", fused=False)
+            make_engine(make_model(kind, window), numerics="fast", fused=False if path else None)
 
 
 def test_a_window_other_than_the_configs_is_refused(monkeypatch: pytest.MonkeyPatch, make_engine: EngineMaker) -> None:
@@ -196,16 +199,21 @@ def test_a_window_other_than_the_configs_is_refused(monkeypatch: pytest.MonkeyPa
         make_engine(model)
 
 
+class _OtherEps(torch.nn.RMSNorm):
+    """States an eps that it does not use."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rms_norm(x, [32], self.weight, 1e-6)
+
+
 def test_norms_are_recognised_by_what_they_compute() -> None:
     torch.manual_seed(0)
-    assert interface._row_invariant_norm(torch.nn.LayerNorm(32, bias=False)) is None
-    assert interface._row_invariant_norm(torch.nn.RMSNorm(32, eps=1e-5)).offset is False
-    wrong_eps = torch.nn.RMSNorm(32, eps=1e-5)
-    wrong_eps.variance_epsilon, wrong_eps.forward = 1e-5, lambda x: torch.rms_norm(x, [32], wrong_eps.weight, 1e-6)
-    assert interface._row_invariant_norm(wrong_eps) is None
-    gemma = make_model("gemma3").model.norm
-    before = gemma.weight.clone()
-    norm = interface._row_invariant_norm(gemma)
-    assert norm.offset and norm.weight is gemma.weight and torch.equal(norm.weight, before)
+    for other in (torch.nn.LayerNorm(32, bias=False), _OtherEps(32, eps=1e-5), torch.nn.Linear(32, 1, bias=False)):
+        assert interface._row_invariant_norm(other) is None
     x = torch.randn(1, 5, 64)
-    torch.testing.assert_close(norm(x), gemma(x), rtol=1e-6, atol=1e-6)
+    for module, offset in [(torch.nn.RMSNorm(64, eps=1e-5), False), (make_model("gemma3").model.norm, True)]:
+        before = module.weight.clone()
+        norm = interface._row_invariant_norm(module)
+        assert norm is not None and norm.offset == offset
+        assert norm.weight is module.weight and torch.equal(norm.weight, before)
+        torch.testing.assert_close(norm(x), module(x), rtol=1e-6, atol=1e-6)

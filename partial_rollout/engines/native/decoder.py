@@ -2,8 +2,8 @@
 
 Two implementations. `FusedDecoder` runs the Llama family (one fused projection per matmul group, own norm, rotary and
 attention ops, about nine calls a layer). `InterfaceDecoder` runs any other `transformers` decoder with full or
-sliding-window causal attention through the library's attention interface. Both are checked against the model's own forward pass when they
-are loaded, so an architecture that they would get wrong is refused.
+sliding-window causal attention through the library's attention interface. Both are checked against the model's own
+forward pass when they are loaded, so an architecture that they would get wrong is refused.
 """
 
 from __future__ import annotations

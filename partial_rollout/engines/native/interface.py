@@ -1,8 +1,8 @@
 """Any `transformers` decoder with full or sliding-window attention, through the library's attention interface.
 
 The model's own modules run; only its attention function is ours (it writes the paged cache and reads it), and its
-linear layers, RMSNorms, SiLU and GELU (tanh) activations are replaced by row-invariant ones. Slower than `FusedDecoder`, and as general as the
-attention interface is.
+linear layers, RMSNorms, SiLU and GELU (tanh) activations are replaced by row-invariant ones. Slower than
+`FusedDecoder`, and as general as the attention interface is.
 """
 
 from __future__ import annotations

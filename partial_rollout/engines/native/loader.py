@@ -159,11 +159,7 @@ class _Probe:
             batch = ForwardBatch.build(
                 tokens,
                 starts,
-                [
-                    s * blocks * size + p
-                    for s, t in zip(live, tokens, strict=True)
-                    for p in range(done[s], done[s] + len(t))
-                ],
+                [s * blocks * size + done[s] + i for s, t in zip(live, tokens, strict=True) for i in range(len(t))],
                 [list(range(s * blocks, (s + 1) * blocks)) for s in live],
                 list(range(rows)),
                 group=spec.heads // spec.kv_heads,
