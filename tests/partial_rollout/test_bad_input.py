@@ -193,7 +193,7 @@ def test_models_it_runs_without_knowing_them(make_engine: EngineMaker, kind: str
     try:
         engine = make_engine(model)
     except ExactNumericsUnavailable as error:
-        assert 'use numerics="fast"' in str(error)
+        assert kind == "gpt2" and 'use numerics="fast"' in str(error)
         engine = make_engine(model, numerics="fast")
     ids = prompt(20)
     sample = generate(engine, group("a", ids, temperature=0.0))[0]
