@@ -1,7 +1,8 @@
-"""SiLU-gated product of a fused gate/up projection (SwiGLU, Shazeer 2020), rows independent bit for bit."""
+"""SiLU-gated product of a fused gate/up projection (SwiGLU, Shazeer 2020) and GELU, rows independent bit for bit."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,31 @@ def _silu_mul(gate_up: Any, out: Any) -> None:
             e = exp_nonpositive(-np.abs(g))  # exp of a non-positive number never overflows
             sigmoid = (one if g >= np.float32(0.0) else e) / (one + e)
             out[t, c] = g * sigmoid * gate_up[t, size + c]
+
+
+def gelu_tanh_reference(x: torch.Tensor) -> torch.Tensor:
+    """x: any shape -> x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2 (Hendrycks & Gimpel 2016)."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """x: any shape -> the same shape. On the CPU float32 takes the invariant kernel; anything else, a GPU too (there is
+    no Triton kernel), takes the reference."""
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return gelu_tanh_reference(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _gelu_tanh(x.detach().contiguous().view(-1).numpy(), out.view(-1).numpy())
+    return out
+
+
+@jit()
+def _gelu_tanh(x: Any, out: Any) -> None:
+    one, slope, cubic = np.float32(1.0), np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
+    for i in range(len(x)):
+        v = x[i]
+        u = slope * (v + cubic * (v * v * v))
+        e = exp_nonpositive(-np.abs(u))  # (1 + tanh(u / 2)) / 2 is sigmoid(u); exp never overflows
+        out[i] = v * ((one if u >= np.float32(0.0) else e) / (one + e))
 
 
 def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:

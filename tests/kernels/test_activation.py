@@ -1,4 +1,4 @@
-"""silu_mul: against its reference, and that a row's bits are its own."""
+"""silu_mul, gelu_tanh: against their references, and that a row's bits are its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from longtail.kernels.activation import silu_mul, silu_mul_reference
+from longtail.kernels.activation import gelu_tanh, gelu_tanh_reference, silu_mul, silu_mul_reference
 
 SIZES = [1, 15, 16, 17, 40, 576]
 
@@ -79,3 +79,31 @@ def test_silu_mul_bfloat16_keeps_its_dtype() -> None:
     out = silu_mul(x)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), silu_mul(x.float()), rtol=2e-2, atol=2e-2)
+
+
+def test_gelu_tanh_over_its_whole_range() -> None:
+    x = torch.linspace(-30, 30, 20_001)
+    exact = torch.nn.functional.gelu(x.double(), approximate="tanh").float()
+    torch.testing.assert_close(gelu_tanh(x), exact, rtol=1e-6, atol=1e-7)
+    assert gelu_tanh(torch.tensor([0.0, 1.0, -1.0])).tolist() == pytest.approx([0.0, 0.8411920, -0.1588080], rel=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gelu_tanh_elements_do_not_depend_on_their_place(size: int) -> None:
+    x = randn(9, size, seed=6) * 3
+    whole = gelu_tanh(x)
+    torch.testing.assert_close(whole, gelu_tanh_reference(x), rtol=1e-5, atol=1e-6)
+    for t in range(9):
+        assert torch.equal(gelu_tanh(x[t : t + 1])[0], whole[t])
+        assert torch.equal(gelu_tanh(x[t, -1:]), whole[t, -1:])
+    assert torch.equal(gelu_tanh(x.flip(0, 1)), whole.flip(0, 1))
+    assert torch.equal(gelu_tanh(x.T), whole.T)
+
+
+def test_gelu_tanh_at_the_edges() -> None:
+    x = torch.tensor([0.0, -0.0, 88.0, -88.0, 1e4, -1e4, 3e38, -3e38])
+    assert torch.equal(gelu_tanh(x), gelu_tanh_reference(x))
+    assert gelu_tanh(torch.tensor([math.nan])).isnan().all()
+    assert gelu_tanh(torch.empty(0, 24)).shape == (0, 24)
+    y = randn(3, 40).bfloat16()
+    assert gelu_tanh(y).dtype == torch.bfloat16 and torch.equal(gelu_tanh(y), gelu_tanh_reference(y))

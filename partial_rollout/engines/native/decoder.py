@@ -1,9 +1,9 @@
 """The model as the engine sees it: a packed batch and the paged cache in, logits out.
 
 Two implementations. `FusedDecoder` runs the Llama family (one fused projection per matmul group, own norm, rotary and
-attention ops, about nine calls a layer). `InterfaceDecoder` runs any other `transformers` decoder with full causal
-attention through the library's attention interface. Both are checked against the model's own forward pass when they
-are loaded, so an architecture that they would get wrong is refused.
+attention ops, about nine calls a layer). `InterfaceDecoder` runs any other `transformers` decoder with full or
+sliding-window causal attention through the library's attention interface. Both are checked against the model's own
+forward pass when they are loaded, so an architecture that they would get wrong is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from longtail.kernels.activation import silu_mul
-from longtail.kernels.attention import paged_attention
+from longtail.kernels.attention import AttentionVariant, paged_attention
 from longtail.kernels.linear import Backend, PackedLinear
 from longtail.kernels.norm import rms_norm
 from longtail.kernels.rope import rope_store_kv
@@ -37,6 +37,8 @@ class DecoderSpec:
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    windows: tuple[int, ...]
+    """Of each layer: tokens that a row sees, itself included; 0: all."""
 
 
 class Decoder(Protocol):
@@ -71,7 +73,7 @@ FUSED_LAYERS = frozenset({"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3Decode
 
 
 class FusedDecoder:
-    """Llama, Qwen2, Qwen3 and Mistral (dense, full attention)."""
+    """Llama, Qwen2, Qwen3 and Mistral (dense, full or sliding-window attention)."""
 
     def __init__(self, model: PreTrainedModel, spec: DecoderSpec, backend: Backend) -> None:
         config = model.config
@@ -79,6 +81,7 @@ class FusedDecoder:
         self.backend = backend
         self.eps = float(config.rms_norm_eps)
         self.scale = spec.head_dim**-0.5
+        self.variants = [AttentionVariant(window=window) for window in spec.windows]
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied ones once
         positions = torch.arange(spec.max_positions)[None]
         with torch.no_grad():
@@ -158,7 +161,7 @@ class FusedDecoder:
                 spec.heads,
                 spec.kv_heads,
             )
-            a = paged_attention(q, kv, i, batch.attention, block_size, self.scale)
+            a = paged_attention(q, kv, i, batch.attention, block_size, self.scale, self.variants[i])
             x = layer.o(a.view(rows, -1), residual=x)
             h = rms_norm(x, layer.post_norm, self.eps)
             x = layer.down(silu_mul(layer.gate_up(h)), residual=x)

@@ -1,8 +1,8 @@
-"""Any `transformers` decoder with full causal attention, through the library's attention interface.
+"""Any `transformers` decoder with full or sliding-window attention, through the library's attention interface.
 
 The model's own modules run; only its attention function is ours (it writes the paged cache and reads it), and its
-linear layers and SiLU activations are replaced by row-invariant ones. Slower than `FusedDecoder`, and as general as the
-attention interface is.
+linear layers, RMSNorms, SiLU and GELU (tanh) activations are replaced by row-invariant ones. Slower than
+`FusedDecoder`, and as general as the attention interface is.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from longtail.errors import UnsupportedModel
-from longtail.kernels.activation import silu_mul
-from longtail.kernels.attention import paged_attention
+from longtail.kernels.activation import gelu_tanh, silu_mul
+from longtail.kernels.attention import AttentionVariant, paged_attention
 from longtail.kernels.kv import store_kv
 from longtail.kernels.linear import Backend, PackedLinear
+from longtail.kernels.norm import rms_norm, rms_norm_reference
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 
 if TYPE_CHECKING:
@@ -56,6 +57,52 @@ class _RowInvariantSiLU(nn.Module):
         return silu_mul(torch.cat([flat, torch.ones_like(flat)], dim=-1)).view(x.shape)
 
 
+class _RowInvariantGELU(nn.Module):
+    """GELU's tanh approximation, for the same reason."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu_tanh(x)
+
+
+GELU_TANH = frozenset({"GELUTanh", "NewGELUActivation", "FastGELUActivation"})
+"""Class names of `transformers` that compute the tanh approximation."""
+
+
+class _RowInvariantRMSNorm(nn.Module):
+    """RMSNorm, times weight or (Gemma) 1 + weight; keeps the module's parameter."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, offset: bool) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = weight, eps, offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.detach()
+        return rms_norm(x, 1.0 + weight if self.offset else weight, self.eps)
+
+
+@torch.no_grad()
+def _row_invariant_norm(module: nn.Module) -> _RowInvariantRMSNorm | None:
+    """The replacement of a module that is found to compute RMSNorm on random input and weight, else None."""
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    parameters = dict(module.named_parameters())
+    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or not isinstance(eps, float):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    size = len(parameters["weight"])
+    weight = torch.randn(size, generator=generator)
+    scales = torch.tensor([[1e-3], [0.1], [1.0], [30.0]])  # the first ones show eps
+    x = (torch.randn(4, size, generator=generator) + 0.5) * scales
+    try:
+        got = torch.func.functional_call(module, {"weight": weight}, (x,))
+    except (TypeError, RuntimeError, ValueError):  # wants more than x: some other norm
+        return None
+    for offset in (False, True):
+        want = rms_norm_reference(x, 1.0 + weight if offset else weight, eps)
+        if isinstance(got, torch.Tensor) and got.shape == x.shape and torch.allclose(got, want, 1e-5, 1e-6):
+            return _RowInvariantRMSNorm(parameters["weight"], eps, offset)
+    return None
+
+
 def _attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -66,19 +113,30 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim] -> [1, T, heads, dim]."""
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedModel(f"model: attention with {name} is not supported by the native engine yet")
     batch: ForwardBatch = _current.batch
     layer: int = module.layer_idx  # type: ignore[assignment]
+    window = kwargs.get("sliding_window") or 0
+    if window != _current.windows[layer]:
+        # A window that is longer than the check at load would otherwise pass it unseen.
+        raise UnsupportedModel(
+            f"model: layer {layer} attends with a window of {window}, its config says {_current.windows[layer]} "
+            "(0: none); not supported"
+        )
+    sinks = kwargs.get("s_aux")
+    variant = AttentionVariant(
+        window=window,
+        softcap=kwargs.get("softcap") or 0.0,
+        sinks=None if sinks is None else sinks.detach().float().contiguous(),
+    )
     k, v, q = (x[0].transpose(0, 1) for x in (key, value, query))
     store_kv(k, v, _current.kv, layer, batch.slots, batch.block_size)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return paged_attention(q.contiguous(), _current.kv, layer, batch.attention, batch.block_size, scale)[None], None
+    out = paged_attention(q.contiguous(), _current.kv, layer, batch.attention, batch.block_size, scale, variant)
+    return out[None], None
 
 
 class InterfaceDecoder:
-    """Takes the model over: its linear layers are replaced in place."""
+    """Takes the model over: its linear layers, norms and activations are replaced in place."""
 
     def __init__(self, model: PreTrainedModel, spec: DecoderSpec, backend: Backend) -> None:
         from transformers import AttentionInterface
@@ -96,6 +154,10 @@ class InterfaceDecoder:
                 setattr(model.get_submodule(parent), leaf, self._linears[name])
             elif isinstance(module, nn.SiLU) or type(module).__name__ == "SiLUActivation":
                 setattr(model.get_submodule(parent), leaf, _RowInvariantSiLU())
+            elif type(module).__name__ in GELU_TANH or getattr(module, "approximate", None) == "tanh":
+                setattr(model.get_submodule(parent), leaf, _RowInvariantGELU())
+            elif (norm := _row_invariant_norm(module)) is not None:
+                setattr(model.get_submodule(parent), leaf, norm)
         model.config._attn_implementation = ATTENTION
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -114,7 +176,7 @@ class InterfaceDecoder:
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
-        _current.batch, _current.kv = batch, kv
+        _current.batch, _current.kv, _current.windows = batch, kv, self.spec.windows
         try:
             out = self.model(
                 input_ids=batch.input_ids[None],
@@ -123,6 +185,6 @@ class InterfaceDecoder:
                 logits_to_keep=batch.logits_rows,
             )
         finally:
-            del _current.batch, _current.kv
+            del _current.batch, _current.kv, _current.windows
         logits: torch.Tensor = out.logits[0].float()
         return logits.contiguous()

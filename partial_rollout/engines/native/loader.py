@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary variants whose angles depend on the position alone."""
 
+PROBED_WINDOW = 256
+"""Longest sliding window that the check at load goes beyond. Of a longer one only the length is compared, with the
+config's."""
+
 
 def load_model(model: str | Path | PreTrainedModel) -> tuple[PreTrainedModel, str | None]:
     """-> the model in float32 (ours to change), and where its tokenizer lies if it came from a directory or the hub.
@@ -70,11 +74,11 @@ def check_supported(config: Any) -> None:
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"model: {kind} is an encoder-decoder; the native engine runs decoder-only models")
-    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if "sliding_attention" in layer_types or (
-        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    ):
-        raise UnsupportedModel(f"model: {kind} has sliding-window layers, which the native engine does not run yet")
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in layer_types and not getattr(config, "sliding_window", None):
+        raise UnsupportedModel(f"model: {kind} has sliding-window layers, and its config states no sliding_window")
+    layer_types -= {"full_attention", "sliding_attention"}
     if layer_types or getattr(config, "layers_block_type", None):
         found = sorted(layer_types) or ["layers_block_type"]
         raise UnsupportedModel(f"model: {kind} has hybrid layers ({', '.join(found)}); not supported yet")
@@ -99,7 +103,10 @@ def build_decoder(
     asked for and this machine's arithmetic is not independent of the batch.
     """
     spec = _spec(model)
-    ids = torch.randint(0, spec.vocab_size, (11,), generator=torch.Generator().manual_seed(0))
+    # Beyond the smallest window, or a wrong one would not be seen.
+    smallest = min((window for window in spec.windows if 0 < window <= PROBED_WINDOW), default=0)
+    n = max(11, min(11 + smallest, spec.max_positions))
+    ids = torch.randint(0, spec.vocab_size, (n,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
     rule = row_rule(numerics, linear_shapes(model))
@@ -108,7 +115,7 @@ def build_decoder(
     decoder = FusedDecoder(model, spec, rule.backend) if use_fused else InterfaceDecoder(model, spec, rule.backend)
     probe = _Probe(decoder, rule, block_size)
     try:
-        got = probe.run([(ids.tolist(), [7, 1, 3])])[0]
+        got = probe.run([(ids.tolist(), [n - 4, 1, 3])])[0]
     except (AttributeError, TypeError, RuntimeError, IndexError) as cause:
         raise UnsupportedModel(
             f"model: {type(model).__name__} does not run through transformers' attention interface ({cause!r})"
@@ -120,8 +127,8 @@ def build_decoder(
             f"(difference {error:.3g}); this architecture is not supported"
         )
     if numerics == "exact":
-        whole = probe.run([(ids.tolist(), [11])])[0]
-        mixed = probe.run([(ids.flip(0).tolist(), [4, 7]), (ids.tolist(), [10, 1]), (ids[:5].tolist(), [5])])[1]
+        whole = probe.run([(ids.tolist(), [n])])[0]
+        mixed = probe.run([(ids.flip(0).tolist(), [4, n - 4]), (ids.tolist(), [n - 1, 1]), (ids[:5].tolist(), [5])])[1]
         if not (torch.equal(whole, got) and torch.equal(whole, mixed)):
             raise ExactNumericsUnavailable(
                 f"model: {type(model).__name__} gives other bits in other batches on this machine; "
@@ -140,7 +147,8 @@ class _Probe:
     def run(self, sequences: list[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
         """sequences: (token ids, chunk lengths); step i runs the i-th chunk of each in one batch -> [tokens, vocab]."""
         spec, size = self.decoder.spec, self.block_size
-        kv = empty_kv(len(sequences), spec.layers, spec.kv_heads, size, spec.head_dim)
+        blocks = -(-max(len(ids) for ids, _ in sequences) // size)  # of each sequence
+        kv = empty_kv(len(sequences) * blocks, spec.layers, spec.kv_heads, size, spec.head_dim)
         parts: list[list[torch.Tensor]] = [[] for _ in sequences]
         done = [0] * len(sequences)
         for i in range(max(len(chunks) for _, chunks in sequences)):
@@ -151,8 +159,8 @@ class _Probe:
             batch = ForwardBatch.build(
                 tokens,
                 starts,
-                [s * size + p for s, t in zip(live, tokens, strict=True) for p in range(done[s], done[s] + len(t))],
-                [[s] for s in live],
+                [s * blocks * size + done[s] + i for s, t in zip(live, tokens, strict=True) for i in range(len(t))],
+                [list(range(s * blocks, (s + 1) * blocks)) for s in live],
                 list(range(rows)),
                 group=spec.heads // spec.kv_heads,
                 block_size=size,
@@ -183,7 +191,16 @@ def _spec(model: PreTrainedModel) -> DecoderSpec:
         max_positions=config.max_position_embeddings,
         # Some configs name an EOS that their vocabulary does not have; it can never come.
         eos_token_ids=tuple(i for i in ids if i is not None and 0 <= i < config.vocab_size),
+        windows=_windows(config),
     )
+
+
+def _windows(config: Any) -> tuple[int, ...]:
+    """Of each layer, as `DecoderSpec.windows`; transformers counts the same way (a row sees sliding_window tokens)."""
+    window = getattr(config, "sliding_window", None) or 0
+    if types := getattr(config, "layer_types", None):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    return (window if getattr(config, "use_sliding_window", True) else 0,) * config.num_hidden_layers
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor], arithmetic: str) -> Fingerprint:
