@@ -114,11 +114,12 @@ def paged_attention_triton(
             STEP=step,
             TILE=TILE,
             BLOCK_D=block_d,
-            num_warps=4 if block_d <= 64 and (form or not single) else 8,
+            num_warps=warps,
             num_stages=1 if form and (single or block_d > 128) else 2,
         )
 
     with on_device_of(kv):
+        warps = 4 if block_d <= 64 and (form or not single or warp_size() == 64) else 8
         more_warps = (single or dim < block_d) and warp_size() == 32  # in combining, so that registers suffice
         if plan.whole is not None:
             attend(plan.whole, whole=True)
