@@ -1,6 +1,6 @@
 """Triton where it is installed, and what the Triton kernels share.
 
-The op files import without Triton: kernels are then plain functions that nobody calls, and `require` says what to
+The op files import without Triton: kernels are then plain functions that nobody calls, and `on_device_of` says what to
 install. Rules for the kernels (CONTRIBUTING.md, "Triton kernels"): addresses in int64, every load and store masked,
 bfloat16 cast to float32 before any arithmetic but `tl.dot`, tile sizes that depend on a row's shape and never on the
 batch.

@@ -120,8 +120,6 @@ def paged_attention(
             raise ValueError("paged_attention: backend 'cpu' takes no scales, take 'reference' for a quantised cache")
         return paged_attention_cpu(q, kv, layer, batch, block_size, scale, variant)
     if backend == "triton":
-        check_shapes(q, kv, block_size, variant, scales)
-        batch.check("paged_attention", q.shape[0], q.shape[1] // kv.shape[3], kv, layer, block_size, variant.window)
         return paged_attention_triton(q, kv, layer, batch, block_size, scale, variant, scales)
     if backend == "reference":
         return paged_attention_reference(q, kv, layer, batch, block_size, scale, variant, scales)
