@@ -1,7 +1,7 @@
 """What the group index costs: microseconds a token of lookup and update, bytes a token.
 
-The streams: each group has a stock of phrases (lengths 3 to 24, drawn from a vocabulary with Zipf frequencies); a sample
-is a mix of phrases of its group and of novel tokens, so that lookups find short and long matches, and often several.
+The streams: each group has a stock of phrases (3 to 24 tokens, drawn from a vocabulary with Zipf frequencies); a sample
+mixes phrases of its group with novel tokens, so that lookups find short and long matches, and often several.
 """
 
 from __future__ import annotations

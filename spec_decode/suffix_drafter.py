@@ -144,17 +144,18 @@ class SuffixDrafter:
     def _attach(self, sample: Sample) -> _Text:
         key: Hashable = sample.prompt_ids if self.scope == "prompt" else sample.id
         shared = self._shared.pop(key, None)
-        if shared is not None and shared.prompt != sample.prompt_ids:  # ngram: an id that is used again
+        text = shared.texts.get(sample.id) if shared is not None else None
+        again = text is not None and sample.prompt_ids == text.shared.prompt and _begins_with(sample, text)
+        if shared is not None and self.scope == "sample" and not again:  # an id that is used again
             self.num_tokens -= shared.index.num_tokens
-            shared = None
+            shared = text = None
         if shared is None:
             index = SuffixIndex(self.config.lookup)
             tail = index.append(START, sample.prompt_ids, AGELESS)
             shared = _Shared(key, sample.prompt_ids, index, tail)
             self.num_tokens += index.num_tokens
         self._shared[key] = shared
-        text = shared.texts.get(sample.id)
-        if text is None or not _begins_with(sample, text):
+        if text is None or not again:
             # An id that comes again with other tokens is another sample: the text of the first stays, without its id.
             if text is not None:
                 text.live = False
@@ -169,8 +170,7 @@ class SuffixDrafter:
     def _shrink(self, shared: _Shared) -> None:
         """Makes the index anew with at most half of what it may hold."""
         old = shared.index
-        room = max(self.config.max_tokens_per_index, 1) // 2
-        room = min(room, old.num_tokens // 2)
+        room = min(self.config.max_tokens_per_index, old.num_tokens) // 2
         contents = {text: old.read(text.tail) for text in shared.texts.values() if text.tail != shared.prompt_tail}
         kept: dict[_Text, int] = {}
         live = [text for text in contents if text.live]
@@ -185,7 +185,7 @@ class SuffixDrafter:
             kept[text] = len(contents[text][0])
             room -= kept[text]
         # A prompt that alone fills an index is kept at its end, where responses begin.
-        prompt = shared.prompt[-max(self.config.max_tokens_per_index // 2, 1) :]
+        prompt = shared.prompt[-(self.config.max_tokens_per_index // 2) :]
         index = SuffixIndex(self.config.lookup, (len(prompt) + sum(kept.values())) // PAGE_ROOM)
         shared.prompt_tail = index.append(START, prompt, AGELESS)
         for name, text in list(shared.texts.items()):

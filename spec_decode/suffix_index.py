@@ -12,9 +12,9 @@ The positions found, each weighted by the length of its match and its age, are l
 continuations: the weights of a node's children are the branch probabilities.
 
 Positions rather than counts at the nodes of a suffix tree: memory is a fixed number of bytes a token, the weights are
-exact for any rule of ageing because they are formed when they are read, and no count has to be taken back when texts are
-dropped. (The suffix tree of Arctic inference counts whole occurrences without age, touches up to 64 nodes a token, takes
-a removal token by token, and comes with a build of vLLM's and CUDA's tools; hence not that.)
+exact for any rule of ageing because they are formed when they are read, and no count has to be taken back when texts
+are dropped. (The suffix tree of the package arctic-inference 0.3 counts occurrences without age, touches up to 64 nodes
+a token, takes a removal token by token, and comes as a source distribution that builds with torch; hence not that.)
 
 Texts grow in pages of PAGE tokens, interleaved in memory as they come. A page holds tokens of one policy version of
 one text. A text may begin where another one ends (a response after its prompt): looking back from its first page leads

@@ -6,13 +6,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from tests.spec_decode.helpers import commit, draft_of, extend, make_sample
 
 from longtail.sample import Sample
 from longtail.spec_decode.choice import FirstOf, make_drafter
 from longtail.spec_decode.drafter import Draft, DraftRequest
 from longtail.spec_decode.suffix_drafter import SuffixConfig, SuffixDrafter, group_drafter, ngram_drafter
 from longtail.spec_decode.suffix_index import Lookup
-from tests.spec_decode.helpers import commit, draft_of, extend, make_sample
 
 
 def test_a_sample_learns_from_its_sibling_as_it_runs() -> None:
@@ -145,7 +145,8 @@ def test_live_samples_alone_are_bounded_too() -> None:
 def test_done_samples_of_old_versions_go_first() -> None:
     drafter = group_drafter(SuffixConfig(max_tokens_per_index=1024))
     for version in (2, 0, 1):
-        drafter.learn(make_sample(f"v{version}", output=range(1000 * version + 10, 1000 * version + 260), version=version))
+        output = range(1000 * version + 10, 1000 * version + 260)
+        drafter.learn(make_sample(f"v{version}", output=output, version=version))
     live = make_sample("live")
     commit(drafter, live, range(5000, 5300), version=2)  # too many: 3 + 4 * 250 + 50
     shared = drafter._live["live"].shared

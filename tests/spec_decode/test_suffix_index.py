@@ -145,7 +145,7 @@ def test_path_and_tree_have_the_weights_of_what_was_found(seed: int) -> None:
             assert prob == pytest.approx(probs[paths[-1]])
             reached.append(prob * (reached[parent] if parent >= 0 else 1.0))
         assert len(set(paths)) == len(paths) == min(12, len(weights))
-        every = {p: 1.0 for p in weights}
+        every = dict.fromkeys(weights, 1.0)
         for p in every:
             for n in range(len(p)):
                 every[p] *= probs[p[: n + 1]]
