@@ -49,8 +49,8 @@ class ControllerConfig:
     """Time won that may be lost again, in steps: a long good run does not pay for a long bad one."""
     free: float = 0.003
     """Drafts that take less than this share of a step are always made: the acceptance is known when it is needed."""
-    refresh: int = 256
-    """Steps after which the cost of a step without drafts is measured again."""
+    refresh: int = 128
+    """Steps with drafts after which one without is measured again; fewer where little is won."""
 
     def __post_init__(self) -> None:
         for name in ("max_drafts", "refresh"):
@@ -157,7 +157,7 @@ class Controller:
         drafts = sum(map(len, acceptance))
         if not drafts:
             return Plan(none, "nothing drafted")
-        if not self.cost.is_known(batch) or self._since_measured[batch] >= self._patience(batch):
+        if not self.cost.is_known(batch):
             return Plan(none, "measuring")
         curve = self.cost.curve(batch + drafts, context, prefill)
         lengths, speedup = split(acceptance, batch, curve)
@@ -166,6 +166,8 @@ class Controller:
         self._gain += 0.2 * ((speedup if tried is None else tried.speedup) - self._gain)
         if asked < batch:
             return Plan(none, "cost of drafting")
+        if self._since_measured[batch] >= self._patience(batch, speedup):
+            return Plan(none, "measuring")
         if not may_lose:
             return Plan(none, "loss bound")
         if tried is not None:
@@ -196,9 +198,12 @@ class Controller:
             return None
         return Plan(lengths, "trying", float(speedup))
 
-    def _patience(self, batch: int) -> int:
-        """Steps with drafts until one without is due. A cost that was only taken from a neighbour's is soon checked."""
-        return self.config.refresh if self.cost.age(batch) is not None else min(16, self.config.refresh)
+    def _patience(self, batch: int, speedup: float) -> int:
+        """Steps with drafts until one without is due: the more the less is won, so that it costs about 1 % of what is
+        won. A cost that was only taken from a neighbour's is checked soon."""
+        if not self.cost.is_measured(batch):
+            return 8
+        return 16 if speedup < 1.15 else 32 if speedup < 1.4 else self.config.refresh
 
     def _may_lose(self, seconds: float) -> bool:
         return self.balance - seconds >= -self.config.max_loss * self.elapsed

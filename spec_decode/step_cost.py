@@ -1,68 +1,60 @@
 """What a forward pass costs: seconds from the rows it verifies, the KV it reads and the prompt tokens it computes.
 
-    seconds = drift * (g(rows) + per_context * context + per_prefill * prefill)
+    seconds = g(rows) + per_context * context + per_prefill * prefill
 
-g is measured for each row count, never falls (isotonic regression), and is interpolated where nothing was measured:
-flat within a block of row_multiple rows, to which the engine pads, linear between blocks. The slope of the context comes
-from how steps of one row count differ. `drift` follows the whole machine, so that row counts that were last seen when
-it was quieter stay comparable. An outlier is clipped to twice (or half) of what was expected.
+g is measured for each row count (the mean of the middle half of the last WINDOW steps: a spike does not show), never
+falls (isotonic regression), and is interpolated where nothing was measured: flat within a block of row_multiple rows, to
+which the engine pads, linear between blocks. The slope of the context comes from how steps of one row count differ.
+
+There is no factor for how quick the machine is at the moment: what it takes from one row count it gives to another, and
+their ratio, which is what matters, is lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 
-CLIP = 2.0
-DRIFT_MEMORY = 4.0
+WINDOW = 32
+KNOWN = 5
+"""Steps from which a cost is relied on: the middle half of them bears a slow one."""
 EXACT_ROWS = 64
 """Row counts up to here have a measurement each; above, neighbours within 1/16 share one."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Bucket:
-    """Means over the steps of one row count; older ones fade."""
+    """The last steps of one row count."""
 
     rows: float = 0.0
-    count: float = 0.0
     steps: int = 0
-    last: int = 0
-    """Number of the step that was last recorded here."""
-    seconds: float = 0.0
-    context: float = 0.0
-    context_var: float = 0.0
-    covariance: float = 0.0
-    """Of context and seconds."""
+    recent: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
+    """(seconds, context)."""
 
-    def add(self, rows: int, seconds: float, context: float, memory: float, now: int) -> None:
-        self.count = self.count * (1.0 - 1.0 / memory) + 1.0
-        share = 1.0 / self.count
-        delta_c, delta_s = context - self.context, seconds - self.seconds
-        self.context_var = (1.0 - share) * (self.context_var + share * delta_c * delta_c)
-        self.covariance = (1.0 - share) * (self.covariance + share * delta_c * delta_s)
-        self.rows += share * (rows - self.rows)
-        self.context += share * delta_c
-        self.seconds += share * delta_s
+    def add(self, rows: int, seconds: float, context: float) -> None:
         self.steps += 1
-        self.last = now
+        self.rows += (rows - self.rows) / min(self.steps, WINDOW)
+        self.recent.append((seconds, context))
+
+    def middle(self) -> np.ndarray:
+        """[n, 2]: the middle half of `recent` by seconds."""
+        ordered = np.array(sorted(self.recent))
+        quarter = len(ordered) // 4
+        return ordered[quarter : len(ordered) - quarter]
 
 
 class StepCost:
-    """row_multiple: the engine pads the rows of a pass to a multiple of it (exact numerics: 4). memory: steps of one
-    row count that count."""
+    """row_multiple: the engine pads the rows of a pass to a multiple of it (exact numerics: 4)."""
 
-    def __init__(self, row_multiple: int = 1, memory: float = 50.0) -> None:
+    def __init__(self, row_multiple: int = 1) -> None:
         if row_multiple < 1:
             raise ValueError(f"row_multiple must be at least 1, not {row_multiple}")
-        if not memory >= 2.0:
-            raise ValueError(f"memory must be at least 2 steps, not {memory}")
         self.row_multiple = row_multiple
-        self.memory = memory
         self.num_steps = 0
         self._buckets: dict[int, _Bucket] = {}
-        self._drift = 1.0
         self._per_context = 0.0
         self._prefill = [0.0, 0.0]  # seconds, tokens; older ones fade
         self._curve: np.ndarray | None = None
@@ -83,16 +75,12 @@ class StepCost:
         self.num_steps += 1
         if prefill:
             if self._buckets:
-                keep = 1.0 - 1.0 / self.memory
+                keep = 1.0 - 1.0 / WINDOW
                 rest = max(seconds - self.seconds(rows, context), 0.0)
                 self._prefill = [self._prefill[0] * keep + rest, self._prefill[1] * keep + prefill]
             return
         bucket = self._buckets.setdefault(_bucket_of(rows), _Bucket())
-        if bucket.steps >= 3:
-            expected = self.seconds(rows, context)
-            seconds = min(max(seconds, expected / CLIP), expected * CLIP)
-            self._drift *= (seconds / expected) ** (1.0 / DRIFT_MEMORY)
-        bucket.add(rows, seconds / self._drift, context, self.memory, self.num_steps)
+        bucket.add(rows, seconds, context)
         if bucket.steps <= 4 or self.num_steps % 8 == 0:
             self._curve = None
 
@@ -102,15 +90,17 @@ class StepCost:
         return not self._buckets
 
     def is_known(self, rows: int) -> bool:
-        """Whether a row count so near that it tells the cost was measured (twice: the first step is often slow)."""
+        """Whether KNOWN steps were measured of row counts so near that they tell the cost of this one."""
         block = -(-rows // self.row_multiple)
-        near = [b for b in self._buckets.values() if b.steps >= 2]
-        return any(-(-round(b.rows) // self.row_multiple) == block or abs(b.rows - rows) <= rows / 8 for b in near)
+        near = 0
+        for bucket in self._buckets.values():
+            if -(-round(bucket.rows) // self.row_multiple) == block or abs(bucket.rows - rows) <= rows / 8:
+                near += bucket.steps
+        return near >= KNOWN
 
-    def age(self, rows: int) -> int | None:
-        """Steps since this row count was recorded last; None if never."""
-        bucket = self._buckets.get(_bucket_of(rows))
-        return None if bucket is None else self.num_steps - bucket.last
+    def is_measured(self, rows: int) -> bool:
+        """Whether this very row count was."""
+        return _bucket_of(rows) in self._buckets
 
     @property
     def most_rows(self) -> int:
@@ -126,27 +116,18 @@ class StepCost:
         if not self._buckets:
             raise ValueError("StepCost: no step was measured; record one, or make it from_points of a profile")
         if self._curve is None or len(self._curve) <= max_rows:
-            self._per_context = self._context_slope()
-            self._curve = self._make_curve(max(max_rows, 2 * self.most_rows, 32))
+            middles = {rows: bucket.middle() for rows, bucket in self._buckets.items()}
+            self._per_context = _context_slope(middles.values())
+            self._curve = self._make_curve(middles, max(max_rows, 2 * self.most_rows, 32))
         per_prefill = self._prefill[0] / self._prefill[1] if self._prefill[1] else 0.0
-        fixed = self._drift * self._per_context * context + per_prefill * prefill
-        return self._drift * self._curve[: max_rows + 1] + fixed
+        return self._curve[: max_rows + 1] + (self._per_context * context + per_prefill * prefill)
 
-    def _context_slope(self) -> float:
-        variance = sum(b.count * b.context_var for b in self._buckets.values())
-        covariance = sum(b.count * b.covariance for b in self._buckets.values())
-        if variance <= 0.0:
-            return 0.0
-        # Never more than all of the time: a slope from nearly equal contexts is noise.
-        most = min((b.seconds / b.context for b in self._buckets.values() if b.context > 0.0), default=0.0)
-        return min(max(covariance / variance, 0.0), 0.9 * most)
-
-    def _make_curve(self, max_rows: int) -> np.ndarray:
+    def _make_curve(self, middles: dict[int, np.ndarray], max_rows: int) -> np.ndarray:
         """g by rows."""
-        buckets = sorted(self._buckets.values(), key=lambda b: b.rows)
-        rows = np.array([round(b.rows) for b in buckets])
-        values = np.array([b.seconds - self._per_context * b.context for b in buckets])
-        values = isotonic(values, np.array([b.count for b in buckets]))
+        keys = sorted(middles)
+        rows = np.array([round(self._buckets[key].rows) for key in keys])
+        values = np.array([(middles[key] @ [1.0, -self._per_context]).mean() for key in keys])
+        values = isotonic(values, np.array([float(len(middles[key])) for key in keys]))
         multiple = self.row_multiple
         block = -(-rows // multiple)
         padded = block * multiple
@@ -166,6 +147,19 @@ class StepCost:
             inside = line_blocks == knot
             curve[inside] = np.interp(lines[inside], rows[low : high + 1], values[low : high + 1])
         return np.maximum.accumulate(curve)
+
+
+def _context_slope(middles: Iterable[np.ndarray]) -> float:
+    """Least squares within the row counts: seconds over contexts, each less its mean. Not below 0, and never more than
+    most of the time: a slope from nearly equal contexts is noise."""
+    variance = covariance = 0.0
+    most = np.inf
+    for seconds, context in (middle.T for middle in middles):
+        variance += float(((context - context.mean()) ** 2).sum())
+        covariance += float(((context - context.mean()) * (seconds - seconds.mean())).sum())
+        if context.mean() > 0.0:
+            most = min(most, 0.9 * float(seconds.mean() / context.mean()))
+    return min(max(covariance / variance, 0.0), most) if variance > 0.0 else 0.0
 
 
 def _bucket_of(rows: int) -> int:
