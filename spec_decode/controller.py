@@ -256,3 +256,25 @@ class Controller:
 
     def reasons_of(self, batch: int) -> dict[Reason, int]:
         return {reason: n for (size, reason), n in self.reasons.items() if size == batch}
+
+
+class FixedLength(Controller):
+    """Always drafts, and always up to `length` tokens: for tests and comparisons. What it costs is measured too."""
+
+    def __init__(self, length: int, cost: StepCost | None = None) -> None:
+        super().__init__(StepCost() if cost is None else cost, ControllerConfig(max_drafts=length))
+
+    def ask(self, batch: int, context: float = 0.0, prefill: int = 0) -> int:
+        return batch
+
+    def plan(
+        self,
+        acceptance: Sequence[np.ndarray],
+        batch: int,
+        context: float = 0.0,
+        prefill: int = 0,
+        asked: int | None = None,
+    ) -> Plan:
+        plan = Plan([len(a) for a in acceptance], "drafted")
+        self.reasons[batch, plan.reason] += 1
+        return plan

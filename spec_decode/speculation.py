@@ -31,7 +31,7 @@ class Speculation:
         drafter: Drafter,
         *,
         row_multiple: int = 1,
-        controller: ControllerConfig | None = None,
+        controller: Controller | ControllerConfig | None = None,
         acceptance: AcceptanceConfig | None = None,
         match: bool = True,
         clock: Callable[[], float] = time.perf_counter,
@@ -39,8 +39,11 @@ class Speculation:
         self.drafter = drafter
         self.match = match
         self.now = clock
-        self.cost = StepCost(row_multiple)
-        self.controller = Controller(self.cost, controller)
+        if isinstance(controller, Controller):
+            self.controller, self.cost = controller, controller.cost
+        else:
+            self.cost = StepCost(row_multiple)
+            self.controller = Controller(self.cost, controller)
         self.acceptance = Acceptance(acceptance)
         self.total = Counts()
         self.by_drafter: dict[str, Counts] = {}
