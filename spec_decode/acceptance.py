@@ -1,7 +1,7 @@
 """How often drafts are accepted: measured per drafter, position, and estimate of the drafter.
 
-A token of a draft is *judged* once all before it on its path are accepted and the target has a token in its place: it is
-accepted or it is the one rejected. Those behind a rejected one are never judged.
+A token of a draft is *judged* once all before it on its path are accepted and the target has a token in its place: it
+is accepted or it is the one rejected. Those behind a rejected one are never judged.
 
 Under match verification a draft token is accepted exactly where it equals the token that the target samples, and that
 token does not depend on the draft. So a draft can be judged without verifying it: compare it with what the target goes

@@ -47,7 +47,7 @@ class Speculation:
         self.plan: Plan | None = None
         """Of the last step; None if no drafts were made."""
         self._by_sample: dict[str, Counts] = {}
-        self._open: dict[str, tuple[int, Draft]] = {}  # (output tokens before it, a draft that is not judged to its end)
+        self._open: dict[str, tuple[int, Draft]] = {}  # (output tokens before it, a draft not judged to its end)
         self._draft_seconds = 0.0
         self._drafted_for = 0
         self._turn = 0
@@ -152,7 +152,7 @@ class Speculation:
             del self._open[sample.id]
 
     def report(self) -> dict[str, Any]:
-        """For the summary: counts, acceptance by drafter and position, and for each batch size what was done and why."""
+        """Counts, acceptance by drafter and position, and for each batch size what was done and why."""
         positions = self.acceptance.by_position()
         drafters = {}
         for name in dict.fromkeys([*positions, *self.by_drafter]):
