@@ -108,6 +108,7 @@ class Controller:
         self.reasons: Counter[tuple[int, Reason]] = Counter()
         """Steps by sequences that decode and reason."""
         self._draft_seconds = 0.0  # for one sequence, measured
+        self._first_drafts = True
         self._since_measured: Counter[int] = Counter()  # steps with drafts since one without, by batch
         self._gain = 1.0  # expected of drafts as they were lately, the time to make them left out
 
@@ -223,12 +224,14 @@ class Controller:
     ) -> None:
         """batch: sequences that decoded; drafts: draft rows verified; emitted: tokens of these sequences; seconds: of
         the step without the drafting; drafted_for: sequences for which drafts were made, in draft_seconds."""
-        if drafted_for:
+        if drafted_for and self._first_drafts:  # may have compiled or loaded something: not what drafting costs
+            self._first_drafts, draft_seconds = False, 0.0
+        elif drafted_for:
             each = draft_seconds / drafted_for
-            # The first call may compile or load: it is not what drafting costs.
-            self._draft_seconds = each if not self._draft_seconds else min(each, self._draft_seconds * 2) * 0.1 + (
-                self._draft_seconds * 0.9
-            )
+            before = self._draft_seconds or each
+            self._draft_seconds = before + 0.1 * (min(each, 2.0 * before) - before)
+        else:
+            self._draft_seconds *= 0.995  # what was dear, once, is tried again at some time
         self.elapsed += seconds + draft_seconds
         self.balance -= draft_seconds
         if batch < 1:

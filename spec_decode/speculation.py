@@ -102,15 +102,16 @@ class Speculation:
         each = self._draft_seconds / max(self._drafted_for, 1)
         row_seconds = seconds / (len(samples) + rows + prefill) if samples else 0.0
         for sample, draft, taken, new in zip(samples, drafts, accepted, emitted, strict=True):
-            counts = Counts(draft_seconds=each if self._drafted_for else 0.0)
-            if draft.tokens and new:
-                counts.steps, counts.drafted, counts.accepted, counts.emitted = 1, len(draft), taken, new
-                counts.verify_seconds = row_seconds * (len(draft) + 1)
-                if not self.match:
-                    self.acceptance.judge(draft, taken, rejected=taken < len(draft) and new > taken)
-            self.total.add(counts)
-            self.by_drafter.setdefault(draft.drafter, Counts()).add(counts)
-            self._by_sample.setdefault(sample.id, Counts()).add(counts)
+            if each or draft.tokens:
+                counts = Counts(draft_seconds=each)
+                if draft.tokens and new:
+                    counts.steps, counts.drafted, counts.accepted, counts.emitted = 1, len(draft), taken, new
+                    counts.verify_seconds = row_seconds * (len(draft) + 1)
+                    if not self.match:
+                        self.acceptance.judge(draft, taken, rejected=taken < len(draft) and new > taken)
+                self.total.add(counts)
+                self.by_drafter.setdefault(draft.drafter, Counts()).add(counts)
+                self._by_sample.setdefault(sample.id, Counts()).add(counts)
             if new:
                 self.observe(sample, new)
         self.controller.done(

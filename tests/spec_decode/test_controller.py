@@ -94,6 +94,8 @@ def test_a_cost_that_is_not_known_is_measured_first() -> None:
 
 def test_dear_drafts_are_made_for_a_few_to_judge_them() -> None:
     c = controller(0.0001, 8, elapsed_steps=1000)  # 10.8 ms a step
+    c.done(8, 0, 8, 0.0108, drafted_for=8, draft_seconds=5.0)  # the first ones compiled something
+    assert c.balance == 0.0
     c.done(8, 0, 8, 0.0108, drafted_for=8, draft_seconds=0.016)  # 2 ms each, and nothing known to gain
     c.balance = 0.0
     count = c.ask(8)
