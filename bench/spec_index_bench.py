@@ -50,7 +50,6 @@ def spec_index_bench(
             samples.append(_sample(f"{g}/{i}", str(g), i, prompt))
             streams.append(_stream(rng, phrases, tokens_per_sample, novel))
     warm = tokens_per_sample - measured_tokens
-    _warm_up(drafter, max_draft)
     start = time.thread_time()
     chunk = 32  # the samples of a group lie interleaved in memory, as they do in a run
     for position in range(0, warm, chunk):
@@ -118,14 +117,6 @@ def _extend(sample: Sample, tokens: list[int]) -> None:
 def _commit(drafter: SuffixDrafter, sample: Sample, tokens: list[int]) -> None:
     _extend(sample, tokens)
     drafter.observe(sample, len(tokens))
-
-
-def _warm_up(drafter: SuffixDrafter, max_draft: int) -> None:
-    """Compiles, on a prompt of its own."""
-    sample = _sample("warm", "warm", 0, (1, 2, 3))
-    _commit(drafter, sample, [1, 2, 3] * 100)
-    drafter.propose([DraftRequest(sample, max_draft)])
-    drafter.forget("warm")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How often drafts are accepted: measured per drafter, position, and estimate of the drafter.
 
-A token of a draft is *judged* once all before it on its path are accepted and the target has a token in its place: it is
-accepted or it is the one rejected. Those behind a rejected one are never judged.
+A token of a draft is *judged* once all before it on its path are accepted and the target has a token in its place: it
+is accepted or it is the one rejected. Those behind a rejected one are never judged.
 
 Under match verification a draft token is accepted exactly where it equals the token that the target samples, and that
 token does not depend on the draft. So a draft can be judged without verifying it: compare it with what the target goes
@@ -10,6 +10,7 @@ on to commit. Drafts that were only made to be judged (`shadows`) cost the time 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import warnings
@@ -19,10 +20,10 @@ import numpy as np
 
 from longtail.spec_decode.drafter import Draft
 
-EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995, 0.999])
+EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995, 0.999)
 """Between the classes of a drafter's estimates; finer where a difference matters more. One more class: no estimate."""
 NO_ESTIMATE = len(EDGES) + 1
-POSITIONS = np.array([0, 1, 2, 2, 3])
+POSITIONS = (0, 1, 2, 2, 3)
 """Class of a position in the draft; those behind belong to the last class."""
 
 
@@ -58,9 +59,9 @@ class _Measured:
     """What is known of one drafter."""
 
     def __init__(self) -> None:
-        shape = (int(POSITIONS[-1]) + 1, NO_ESTIMATE + 1)
-        self.judged = np.zeros(shape)
-        self.accepted = np.zeros(shape)
+        self.judged = [[0.0] * (NO_ESTIMATE + 1) for _ in range(max(POSITIONS) + 1)]
+        """By class of the position and of the estimate; older ones fade."""
+        self.accepted = [[0.0] * (NO_ESTIMATE + 1) for _ in range(max(POSITIONS) + 1)]
         self.totals: list[list[int]] = []
         """[judged, accepted] of each position, of the whole run."""
         self.before = [0.0, 0.0]
@@ -87,11 +88,12 @@ class Acceptance:
             return
         measured = self._drafters.setdefault(draft.drafter, _Measured())
         keep = 1.0 - 1.0 / self.config.memory
-        places, classes = _classes([draft.cut(judged)])
-        for i, (place, c) in enumerate(zip(places.tolist(), classes.tolist(), strict=True)):
+        for i in range(judged):
             hit = i < accepted
-            measured.judged[place, c] = measured.judged[place, c] * keep + 1.0
-            measured.accepted[place, c] = measured.accepted[place, c] * keep + hit
+            place = POSITIONS[min(i, len(POSITIONS) - 1)]
+            c = NO_ESTIMATE if draft.probs is None else bisect.bisect_left(EDGES, draft.probs[i])
+            measured.judged[place][c] = measured.judged[place][c] * keep + 1.0
+            measured.accepted[place][c] = measured.accepted[place][c] * keep + hit
             if i == len(measured.totals):
                 measured.totals.append([0, 0])
             measured.totals[i][0] += 1
@@ -120,10 +122,9 @@ class Acceptance:
             )
             measured = self._drafters.get(name)
             if measured is not None:
-                judged, accepted = measured.judged.sum(0)[classes], measured.accepted.sum(0)[classes]
-                own = (accepted + weight * own) / (judged + weight)
-                judged, accepted = measured.judged[places, classes], measured.accepted[places, classes]
-                own = (accepted + weight * own) / (judged + weight)
+                judged, accepted = np.array(measured.judged), np.array(measured.accepted)
+                own = (accepted.sum(0)[classes] + weight * own) / (judged.sum(0)[classes] + weight)
+                own = (accepted[places, classes] + weight * own) / (judged[places, classes] + weight)
             for i, part in zip(indices, np.split(own, np.cumsum([len(d) for d in chosen])[:-1]), strict=True):
                 out[i] = part
         return out
@@ -131,8 +132,8 @@ class Acceptance:
     def first_token(self, drafter: str) -> float | None:
         """Recent acceptance of a draft's first token; None if none was judged."""
         measured = self._drafters.get(drafter)
-        judged = 0.0 if measured is None else float(measured.judged[0].sum())
-        return float(measured.accepted[0].sum()) / judged if measured is not None and judged else None
+        judged = 0.0 if measured is None else sum(measured.judged[0])
+        return sum(measured.accepted[0]) / judged if measured is not None and judged else None
 
     def by_position(self) -> dict[str, list[tuple[int, int]]]:
         """For each drafter and position: (judged, accepted) over the whole run, shadows counted."""
@@ -169,4 +170,4 @@ def _classes(drafts: Sequence[Draft]) -> tuple[np.ndarray, np.ndarray]:
     classes = np.concatenate(
         [np.full(len(d), NO_ESTIMATE) if d.probs is None else np.searchsorted(EDGES, d.probs) for d in drafts]
     )
-    return POSITIONS[places], classes
+    return np.array(POSITIONS)[places], classes

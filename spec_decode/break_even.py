@@ -2,7 +2,7 @@
 
 With S sequences that decode, drafts of which the j-th is accepted with probability a^j (each with a, given those before
 it), and t(n) the seconds of a pass over n rows, a step with D draft rows emits S + G(D) tokens in t(S + D) + d seconds,
-where d is the time to draft and G(D) the sum of the D largest of S times {a, a^2, ...}. Drafting off it emits S in t(S).
+where d is the time to draft and G(D) the sum of the D largest of S times {a, a^2, ...}. Without drafts: S in t(S).
 
     speed-up = (S + G(D)) / (t(S + D) + d) * t(S) / S
 """
@@ -40,7 +40,7 @@ def speedups(
     drafts = np.arange(batch * max_drafts)
     emitted = batch + np.concatenate([[0.0], np.cumsum(acceptance ** (1.0 + drafts // batch))])
     seconds = curve[batch : batch * (1 + max_drafts) + 1] + draft_seconds
-    out = emitted / seconds * curve[batch] / batch
+    out: np.ndarray = emitted / seconds * curve[batch] / batch
     out[0] = 1.0
     return out
 

@@ -2,14 +2,14 @@
 
 What pays. With S sequences that decode, t(n) the seconds of a pass over n rows and a_ij the acceptance of sequence i's
 j-th draft given those before it, drafting n_i tokens for each emits S + sum_i sum_{j <= n_i} a_i1 ... a_ij tokens in
-t(S + sum_i n_i) seconds. The gains of a sequence fall along its draft, so the best D rows are the D largest gains of all
-(a greedy split), and D is chosen to make tokens a second largest. Rows that fill a padded block are free, and are
+t(S + sum_i n_i) seconds. The gains of a sequence fall along its draft, so the best D rows are the D largest gains of
+all (a greedy split), and D is chosen to make tokens a second largest. Rows that fill a padded block are free, and are
 taken. Drafting is off (D = 0) where nothing beats it by `margin`.
 
-What being wrong may cost. `balance` is the time won against drafting off, by the measured cost of both: tokens emitted at
-drafting-off's seconds a token, less the seconds that the step and the drafting took. It may fall to -max_loss of the time
-that has passed; then drafting is off until time has passed. Everything that is tried for information (drafts that are
-made to be judged, row counts whose cost is not known) is paid from the same account.
+What being wrong may cost. `balance` is the time won against drafting off, by the measured cost of both: tokens emitted
+at drafting-off's seconds a token, less the seconds that the step and the drafting took. It may fall to -max_loss of the
+time that has passed; then drafting is off until time has passed. Everything that is tried for information (drafts that
+are made to be judged, row counts whose cost is not known) is paid from the same account.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class Controller:
         self.reasons: Counter[tuple[int, Reason]] = Counter()
         """Steps by sequences that decode and reason."""
         self._draft_seconds = 0.0  # for one sequence, measured
+        self._first_drafts = True
         self._since_measured: Counter[int] = Counter()  # steps with drafts since one without, by batch
         self._gain = 1.0  # expected of drafts as they were lately, the time to make them left out
 
@@ -177,16 +178,15 @@ class Controller:
         return Plan(lengths, "drafted", speedup)
 
     def _try(self, acceptance: Sequence[np.ndarray], batch: int, curve: np.ndarray, rows: int) -> Plan | None:
-        """More rows than were ever measured may cost less than is assumed. If they would pay were they free, they are
+        """More rows than the cost is known of may cost less than is assumed. If they would pay were they free, they are
         tried, where the account can bear that they cost in proportion."""
-        most = self.cost.most_rows
-        if batch + rows < most and self.cost.is_known(batch + rows):
+        most = self.cost.most_known
+        if batch + rows < most or most >= len(curve):
             return None
         hopeful = curve.copy()
-        hopeful[most:] = curve[min(most, len(curve) - 1)]
+        hopeful[most:] = curve[most]
         lengths, speedup = split(acceptance, batch, hopeful)
-        wanted = batch + sum(lengths)
-        if wanted <= most or speedup <= 1.0 + self.config.margin:
+        if batch + sum(lengths) <= most or speedup <= 1.0 + self.config.margin:
             return None
         step = 2 * self.cost.row_multiple + most // 4  # a little further each time
         while sum(lengths) and batch + sum(lengths) > most + step:
@@ -224,12 +224,14 @@ class Controller:
     ) -> None:
         """batch: sequences that decoded; drafts: draft rows verified; emitted: tokens of these sequences; seconds: of
         the step without the drafting; drafted_for: sequences for which drafts were made, in draft_seconds."""
-        if drafted_for:
+        if drafted_for and self._first_drafts:  # may have compiled or loaded something: not what drafting costs
+            self._first_drafts, draft_seconds = False, 0.0
+        elif drafted_for:
             each = draft_seconds / drafted_for
-            # The first call may compile or load: it is not what drafting costs.
-            self._draft_seconds = each if not self._draft_seconds else min(each, self._draft_seconds * 2) * 0.1 + (
-                self._draft_seconds * 0.9
-            )
+            before = self._draft_seconds or each
+            self._draft_seconds = before + 0.1 * (min(each, 2.0 * before) - before)
+        else:
+            self._draft_seconds *= 0.995  # what was dear, once, is tried again at some time
         self.elapsed += seconds + draft_seconds
         self.balance -= draft_seconds
         if batch < 1:

@@ -31,5 +31,9 @@ class Counts:
         return self.emitted / self.steps if self.steps else None
 
     def add(self, other: Counts) -> None:
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        self.steps += other.steps
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.emitted += other.emitted
+        self.draft_seconds += other.draft_seconds
+        self.verify_seconds += other.verify_seconds

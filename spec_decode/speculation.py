@@ -50,7 +50,7 @@ class Speculation:
         self.plan: Plan | None = None
         """Of the last step; None if no drafts were made."""
         self._by_sample: dict[str, Counts] = {}
-        self._open: dict[str, tuple[int, Draft]] = {}  # (output tokens before it, a draft that is not judged to its end)
+        self._open: dict[str, tuple[int, Draft]] = {}  # (output tokens before it, a draft not judged to its end)
         self._draft_seconds = 0.0
         self._drafted_for = 0
         self._turn = 0
@@ -105,15 +105,16 @@ class Speculation:
         each = self._draft_seconds / max(self._drafted_for, 1)
         row_seconds = seconds / (len(samples) + rows + prefill) if samples else 0.0
         for sample, draft, taken, new in zip(samples, drafts, accepted, emitted, strict=True):
-            counts = Counts(draft_seconds=each if self._drafted_for else 0.0)
-            if draft.tokens and new:
-                counts.steps, counts.drafted, counts.accepted, counts.emitted = 1, len(draft), taken, new
-                counts.verify_seconds = row_seconds * (len(draft) + 1)
-                if not self.match:
-                    self.acceptance.judge(draft, taken, rejected=taken < len(draft) and new > taken)
-            self.total.add(counts)
-            self.by_drafter.setdefault(draft.drafter, Counts()).add(counts)
-            self._by_sample.setdefault(sample.id, Counts()).add(counts)
+            if each or draft.tokens:
+                counts = Counts(draft_seconds=each)
+                if draft.tokens and new:
+                    counts.steps, counts.drafted, counts.accepted, counts.emitted = 1, len(draft), taken, new
+                    counts.verify_seconds = row_seconds * (len(draft) + 1)
+                    if not self.match:
+                        self.acceptance.judge(draft, taken, rejected=taken < len(draft) and new > taken)
+                self.total.add(counts)
+                self.by_drafter.setdefault(draft.drafter, Counts()).add(counts)
+                self._by_sample.setdefault(sample.id, Counts()).add(counts)
             if new:
                 self.observe(sample, new)
         self.controller.done(
@@ -155,7 +156,7 @@ class Speculation:
             del self._open[sample.id]
 
     def report(self) -> dict[str, Any]:
-        """For the summary: counts, acceptance by drafter and position, and for each batch size what was done and why."""
+        """Counts, acceptance by drafter and position, and for each batch size what was done and why."""
         positions = self.acceptance.by_position()
         drafters = {}
         for name in dict.fromkeys([*positions, *self.by_drafter]):

@@ -2,9 +2,10 @@
 
     seconds = g(rows) + per_context * context + per_prefill * prefill
 
-g is measured for each row count (the mean of the middle half of the last WINDOW steps: a spike does not show), never
-falls (isotonic regression), and is interpolated where nothing was measured: flat within a block of row_multiple rows, to
-which the engine pads, linear between blocks. The slope of the context comes from how steps of one row count differ.
+g is measured for each row count (the mean of the middle half of the last WINDOW steps: a spike does not show), drawn
+towards the straight line through all of them where a row count has few steps, never falls (isotonic regression), and
+is interpolated where nothing was measured: flat within a block of row_multiple rows, to which the engine pads, linear
+between blocks. The slope of the context comes from how steps of one row count differ.
 
 There is no factor for how quick the machine is at the moment: what it takes from one row count it gives to another, and
 their ratio, which is what matters, is lost.
@@ -13,6 +14,7 @@ their ratio, which is what matters, is lost.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -21,6 +23,8 @@ import numpy as np
 WINDOW = 32
 KNOWN = 5
 """Steps from which a cost is relied on: the middle half of them bears a slow one."""
+LINE_WEIGHT = 2.0
+"""Steps that the straight line is worth."""
 EXACT_ROWS = 64
 """Row counts up to here have a measurement each; above, neighbours within 1/16 share one."""
 
@@ -57,7 +61,8 @@ class StepCost:
         self._buckets: dict[int, _Bucket] = {}
         self._per_context = 0.0
         self._prefill = [0.0, 0.0]  # seconds, tokens; older ones fade
-        self._curve: np.ndarray | None = None
+        self._curve: np.ndarray | None = None  # both as of some steps ago
+        self._most_known: int | None = None
 
     @classmethod
     def from_points(cls, points: Iterable[tuple[int, float]], row_multiple: int = 1) -> StepCost:
@@ -81,8 +86,8 @@ class StepCost:
             return
         bucket = self._buckets.setdefault(_bucket_of(rows), _Bucket())
         bucket.add(rows, seconds, context)
-        if bucket.steps <= 4 or self.num_steps % 8 == 0:
-            self._curve = None
+        if bucket.steps <= KNOWN or self.num_steps % 8 == 0:
+            self._curve = self._most_known = None
 
     @property
     def is_empty(self) -> bool:
@@ -103,9 +108,12 @@ class StepCost:
         return _bucket_of(rows) in self._buckets
 
     @property
-    def most_rows(self) -> int:
-        """The largest row count that was measured."""
-        return round(max((b.rows for b in self._buckets.values()), default=0))
+    def most_known(self) -> int:
+        """The largest measured row count whose cost is known; 0 for none."""
+        if self._most_known is None:
+            measured = (round(bucket.rows) for bucket in self._buckets.values())
+            self._most_known = max((rows for rows in measured if self.is_known(rows)), default=0)
+        return self._most_known
 
     def seconds(self, rows: int, context: float = 0.0, prefill: int = 0) -> float:
         """Of one pass. Raises ValueError if nothing was measured."""
@@ -118,7 +126,7 @@ class StepCost:
         if self._curve is None or len(self._curve) <= max_rows:
             middles = {rows: bucket.middle() for rows, bucket in self._buckets.items()}
             self._per_context = _context_slope(middles.values())
-            self._curve = self._make_curve(middles, max(max_rows, 2 * self.most_rows, 32))
+            self._curve = self._make_curve(middles, max(max_rows, 64))
         per_prefill = self._prefill[0] / self._prefill[1] if self._prefill[1] else 0.0
         return self._curve[: max_rows + 1] + (self._per_context * context + per_prefill * prefill)
 
@@ -127,10 +135,11 @@ class StepCost:
         keys = sorted(middles)
         rows = np.array([round(self._buckets[key].rows) for key in keys])
         values = np.array([(middles[key] @ [1.0, -self._per_context]).mean() for key in keys])
-        values = isotonic(values, np.array([float(len(middles[key])) for key in keys]))
+        weights = np.array([float(len(middles[key])) for key in keys])
         multiple = self.row_multiple
         block = -(-rows // multiple)
         padded = block * multiple
+        values = isotonic(_towards_line(padded, values, weights), weights)
         # Knots at the ends of measured blocks; a block's first and last measurements bound it.
         knots, first = np.unique(block, return_index=True)
         last = np.append(first[1:], len(rows)) - 1
@@ -165,7 +174,18 @@ def _context_slope(middles: Iterable[np.ndarray]) -> float:
 def _bucket_of(rows: int) -> int:
     if rows <= EXACT_ROWS:
         return rows
-    return EXACT_ROWS + round(16 * np.log(rows / EXACT_ROWS))
+    return EXACT_ROWS + round(16 * math.log(rows / EXACT_ROWS))
+
+
+def _towards_line(x: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """values, each drawn towards the least-squares line with LINE_WEIGHT; as they are where no line can be told."""
+    if len(np.unique(x)) < 3:
+        return values
+    mean_x, mean = np.average(x, weights=weights), np.average(values, weights=weights)
+    slope = (weights * (x - mean_x) * (values - mean)).sum() / (weights * (x - mean_x) ** 2).sum()
+    line = mean + slope * (x - mean_x)
+    drawn: np.ndarray = (weights * values + LINE_WEIGHT * line) / (weights + LINE_WEIGHT)
+    return drawn
 
 
 def isotonic(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from longtail.sample import Sample
 from longtail.spec_decode.drafter import Draft, DraftRequest
-from longtail.spec_decode.suffix_index import AGELESS, START, Lookup, SuffixIndex
+from longtail.spec_decode.suffix_index import AGELESS, START, Lookup, SuffixIndex, compile_all
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,7 @@ class SuffixDrafter:
         self.scope = scope
         self.name = "group" if scope == "prompt" else "ngram"
         self.config = config or SuffixConfig()
+        compile_all()
         self._live: dict[str, _Text] = {}
         self._shared: dict[Hashable, _Shared] = {}  # the one used last stands last
         self.num_tokens = 0

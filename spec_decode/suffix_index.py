@@ -24,6 +24,7 @@ into the other, looking ahead from the other does not lead into it. No match cro
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -205,6 +206,15 @@ class SuffixIndex:
 
 def _buckets_for(positions: int) -> int:
     return 1 << (positions - 1).bit_length()
+
+
+@functools.cache
+def compile_all() -> None:
+    """Compiles what a lookup and an update take, or loads it from the disk: once a process, and not in a step."""
+    index = SuffixIndex()
+    tail = index.append(START, [1, 2, 3] * 100, 0)
+    index.draft(tail, 2)
+    index.draft(tail, 2, tree=True)
 
 
 def _longer(array: np.ndarray, length: int) -> np.ndarray:

@@ -103,7 +103,9 @@ def test_versions_within_a_sample_are_kept() -> None:
 
 def random_run(drafter: SuffixDrafter, seed: int, steps: int) -> list[Draft]:
     rng = random.Random(seed)
-    drafts, live, made = [], [], 0
+    drafts: list[Draft] = []
+    live: list[Sample] = []
+    made = 0
     for step in range(steps):
         if len(live) < 6:
             live.append(make_sample(f"s{made}", [rng.randrange(4)] * 5))

@@ -137,7 +137,7 @@ def test_path_and_tree_have_the_weights_of_what_was_found(seed: int) -> None:
         weights = oracle.draft(tail, 12)
         probs = oracle.probs(weights)
         paths: list[tuple[int, ...]] = []
-        reached = []
+        reached: list[float] = []
         for token, prob, parent in zip(tree.tokens, tree.probs, tree.parents, strict=True):
             assert parent < len(paths)
             before = paths[parent] if parent >= 0 else ()
@@ -252,4 +252,4 @@ def test_memory_is_bounded_by_the_tokens() -> None:
 )
 def test_bad_settings_are_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
-        Lookup(**{field: value})
+        Lookup(**{field: value})  # type: ignore[arg-type]
