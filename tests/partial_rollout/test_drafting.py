@@ -218,7 +218,7 @@ def test_a_fault_behind_a_rejected_draft_is_nobodys(make_engine: EngineMaker) ->
             logits[2:] = float("nan")
         return logits
 
-    engine.decoder.forward = poisoned  # type: ignore[method-assign]
+    engine.decoder.forward = poisoned  # type: ignore[method-assign, assignment]
     assert_same(generate(engine, group("a", prompt(9), max_tokens=8))[0], want)
 
 
@@ -233,7 +233,7 @@ def test_a_fault_in_a_draft_that_is_reached_fails_the_sample_there(make_engine: 
             logits[2:] = float("nan")
         return logits
 
-    engine.decoder.forward = poisoned  # type: ignore[method-assign]
+    engine.decoder.forward = poisoned  # type: ignore[method-assign, assignment]
     (got,) = generate(engine, group("a", prompt(9), max_tokens=20))
     assert got.status == "failed"
     assert got.failure is not None
