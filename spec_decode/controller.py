@@ -149,9 +149,7 @@ class Controller:
         self.reasons[batch, plan.reason] += 1
         return plan
 
-    def _plan(
-        self, acceptance: Sequence[np.ndarray], batch: int, context: float, prefill: int, asked: int
-    ) -> Plan:
+    def _plan(self, acceptance: Sequence[np.ndarray], batch: int, context: float, prefill: int, asked: int) -> Plan:
         none = [0] * len(acceptance)
         if asked < batch:  # what it would bring were all drafted for as these
             acceptance = (list(acceptance) * batch)[: max(len(acceptance) * batch // asked, 1)]

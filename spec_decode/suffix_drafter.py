@@ -15,7 +15,8 @@ from typing import Literal
 
 from longtail.sample import Sample
 from longtail.spec_decode.drafter import Draft, DraftRequest
-from longtail.spec_decode.suffix_index import AGELESS, START, Lookup, SuffixIndex, compile_all
+from longtail.spec_decode.suffix_index import Lookup, SuffixIndex, compile_all
+from longtail.spec_decode.suffix_kernels import AGELESS, START
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +25,9 @@ class SuffixConfig:
 
     lookup: Lookup = dataclasses.field(default_factory=Lookup)
     max_tokens_per_index: int = 1 << 18
-    """Tokens kept of one prompt (`ngram`: of one sample). Beyond it the index is made anew from half as many: whole
-    samples that are done go first, those of the oldest version before others; then the beginnings of live ones."""
+    """Tokens kept of one prompt (`ngram`: of one sample). Beyond it the index is made anew from half as many, and the
+    last quarter as many of the prompt: whole samples that are done go first, those of the oldest version before others;
+    then the beginnings of live ones."""
     max_tokens: int = 1 << 24
     """Tokens kept in all. Beyond it the prompts go that have no live sample, the one unused for longest first; then
     the largest index is halved."""
@@ -186,7 +188,7 @@ class SuffixDrafter:
             kept[text] = len(contents[text][0])
             room -= kept[text]
         # A prompt that alone fills an index is kept at its end, where responses begin.
-        prompt = shared.prompt[-(self.config.max_tokens_per_index // 2) :]
+        prompt = shared.prompt[-(self.config.max_tokens_per_index // 4) :]
         index = SuffixIndex(self.config.lookup, (len(prompt) + sum(kept.values())) // PAGE_ROOM)
         shared.prompt_tail = index.append(START, prompt, AGELESS)
         for name, text in list(shared.texts.items()):

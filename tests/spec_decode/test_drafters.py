@@ -145,18 +145,28 @@ def test_live_samples_alone_are_bounded_too() -> None:
 
 
 def test_done_samples_of_old_versions_go_first() -> None:
+    """1024 tokens are too many: 512 stay besides the prompt, the live sample's 100 and three times 120."""
     drafter = group_drafter(SuffixConfig(max_tokens_per_index=1024))
-    for version in (2, 0, 1):
-        output = range(1000 * version + 10, 1000 * version + 260)
+    for version in (3, 7, 0, 6, 1, 5, 2, 4):
+        output = range(1000 * version + 10, 1000 * version + 130)
         drafter.learn(make_sample(f"v{version}", output=output, version=version))
     live = make_sample("live")
-    commit(drafter, live, range(5000, 5300), version=2)  # too many: 3 + 4 * 250 + 50
-    shared = drafter._live["live"].shared
-    assert list(shared.texts) == ["live"]  # 512 hold the live one, and not 250 more besides the prompt
-    drafter.learn(make_sample("v3", output=range(3010, 3260), version=3))
-    commit(drafter, live, range(6000, 6500), version=2)
-    assert drafter.num_tokens <= 1024
+    commit(drafter, live, range(9000, 9100), version=8)
+    assert set(drafter._live["live"].shared.texts) == {"live", "v7", "v6", "v5"}
+    assert drafter.num_tokens == 3 + 100 + 3 * 120
     drafter.check_integrity()
+
+
+def test_a_prompt_longer_than_an_index_keeps_its_end() -> None:
+    drafter = group_drafter(SuffixConfig(max_tokens_per_index=1024))
+    prompt = range(10, 3010)
+    samples = [make_sample(f"a/{i}", prompt) for i in range(2)]
+    for step in range(300):
+        for sample in samples:
+            commit(drafter, sample, [5000 + step])
+            assert drafter.num_tokens <= 1024
+    drafter.check_integrity()
+    assert draft_of(drafter, make_sample("a/2", prompt), 3).tokens == [5000, 5001, 5002]
 
 
 @pytest.mark.parametrize("make", [group_drafter, ngram_drafter])

@@ -115,6 +115,10 @@ def test_under_rejection_sampling_only_verified_drafts_are_judged() -> None:
     extend(sample, [1, 5])
     speculation.done([sample], drafts, [1], [2], 0.01)
     assert speculation.acceptance.by_position() == {"says": [(1, 1), (1, 0)]}
+    drafts = speculation.draft([sample], [4])
+    extend(sample, [1])  # which ends the sample: the second token was not judged
+    speculation.done([sample], drafts, [1], [1], 0.01)
+    assert speculation.acceptance.by_position() == {"says": [(2, 2), (1, 0)]}
 
 
 def test_a_sample_that_ends_within_its_draft() -> None:
