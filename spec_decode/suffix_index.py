@@ -14,10 +14,9 @@ continuations: the weights of a node's children are the branch probabilities.
 Positions rather than counts at the nodes of a suffix tree: memory is a fixed number of bytes a token, the weights are
 exact for any rule of ageing because they are formed when they are read, and no count has to be taken back when texts
 are dropped. The suffix tree of the package arctic-inference 0.3.0 counts occurrences without age, touches up to 64
-nodes a token and takes a removal token by token. Measured, one tree a group, on the streams of
-bench/spec_index_bench.py: 286 bytes a token and 43 us for lookup and update in C++, against 40 bytes and 13 us here, the
-calls from Python included. On 12 groups of SmolLM2 rollouts it accepts slightly less (bench/spec_replay.py). Hence not
-that.
+nodes a token and takes a removal token by token. Measured, one tree a group, on the streams of spec_index_bench.py: 286
+bytes a token and 43 us for lookup and update in C++, against 40 bytes and 12 us here, the calls from Python included.
+On 12 groups of SmolLM2 rollouts it accepts slightly less (spec_replay.py). Hence not that.
 
 Texts grow in pages of PAGE tokens, interleaved in memory as they come. A page holds tokens of one policy version of
 one text. A text may begin where another one ends (a response after its prompt): looking back from its first page leads
