@@ -59,7 +59,7 @@ def test_one_measurement_alone_says_that_half_grows() -> None:
 
 def test_noise_and_spikes() -> None:
     """Standard deviation 20 %, one step in ten takes ten times as long. A row count's cost comes from
-    16 steps, so its standard error is 5 %: all of 32 within 15 % of the truth (3 errors), and never falling."""
+    47 steps, so its standard error is 3 %: all of 32 within 12 % of the truth (4 errors), and never falling."""
     rng = np.random.default_rng(0)
     cost = StepCost(4)
     for step in range(3000):
@@ -69,7 +69,7 @@ def test_noise_and_spikes() -> None:
     curve = cost.curve(32)
     assert (np.diff(curve) >= 0).all()
     exact = 0.008 + 0.004 * -(-np.arange(1, 33) // 4)
-    assert np.abs(curve[1:] / exact - 1.0).max() < 0.15
+    assert np.abs(curve[1:] / exact - 1.0).max() < 0.12
 
 
 def test_a_machine_that_slows_down_is_followed() -> None:
