@@ -108,7 +108,7 @@ class Controller:
         self.reasons: Counter[tuple[int, Reason]] = Counter()
         """Steps by sequences that decode and reason."""
         self._draft_seconds = 0.0  # for one sequence, measured
-        self._first_drafts = True
+        self._times_drafted = 0
         self._since_measured: Counter[int] = Counter()  # steps with drafts since one without, by batch
         self._gain = 1.0  # expected of drafts as they were lately, the time to make them left out
 
@@ -122,6 +122,8 @@ class Controller:
         if self.cost.is_empty:
             self.reasons[batch, "measuring"] += 1
             return 0
+        if self._times_drafted < 2:  # what drafting costs is not known
+            return min(batch, 2)
         step = self.cost.seconds(batch, context, prefill)
         seconds = self._draft_seconds * batch
         if seconds <= self.config.free * step:
@@ -164,7 +166,7 @@ class Controller:
         tried = self._try(acceptance, batch, curve, sum(lengths)) if may_lose else None
         self._gain += 0.2 * ((speedup if tried is None else tried.speedup) - self._gain)
         if asked < batch:
-            return Plan(none, "cost of drafting")
+            return Plan(none, "cost of drafting" if self._times_drafted >= 2 else "measuring")
         if self._since_measured[batch] >= self._patience(batch, speedup):
             return Plan(none, "measuring")
         if not may_lose:
@@ -222,8 +224,9 @@ class Controller:
     ) -> None:
         """batch: sequences that decoded; drafts: draft rows verified; emitted: tokens of these sequences; seconds: of
         the step without the drafting; drafted_for: sequences for which drafts were made, in draft_seconds."""
-        if drafted_for and self._first_drafts:  # may have compiled or loaded something: not what drafting costs
-            self._first_drafts, draft_seconds = False, 0.0
+        self._times_drafted += drafted_for > 0
+        if drafted_for and self._times_drafted == 1:  # may have compiled or loaded something: not what drafting costs
+            draft_seconds = 0.0
         elif drafted_for:
             each = draft_seconds / drafted_for
             before = self._draft_seconds or each
