@@ -96,11 +96,7 @@ class SuffixIndex:
         self._heads = np.full((len(ORDERS), _buckets_for(num_pages * PAGE)), -1, np.int32)
         self._pages = np.empty((num_pages, 4), np.int32)
         self._scratch(16)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the index; without the scratch memory of a lookup, which does not grow with the texts."""
-        return self._tokens.nbytes + self._older.nbytes + self._heads.nbytes + self._pages.nbytes
+        self._weigh()
 
     def append(self, tail: int, tokens: Sequence[int], version: int) -> int:
         """Lengthens the text that ends at `tail` (START begins one; the tail of an AGELESS text begins one after it)
@@ -197,6 +193,12 @@ class SuffixIndex:
             heads = np.full((len(ORDERS), _buckets_for(positions)), -1, np.int32)
             suffix_kernels.refile(self._tokens, self._older, self._heads, self._pages, heads)
             self._heads = heads
+        self._weigh()
+
+    def _weigh(self) -> None:
+        arrays = (self._tokens, self._older, self._heads, self._pages)
+        self.num_bytes = sum(array.nbytes for array in arrays)
+        """Without the scratch memory of a lookup, which does not grow with the texts."""
 
 
 def _buckets_for(positions: int) -> int:
