@@ -10,6 +10,9 @@ What being wrong may cost. `balance` is the time won against drafting off, by th
 at drafting-off's seconds a token, less the seconds that the step and the drafting took. It may fall to -max_loss of the
 time that has passed; then drafting is off until time has passed. Everything that is tried for information (drafts that
 are made to be judged, row counts whose cost is not known) is paid from the same account.
+
+The account is as good as the measured costs. With steps that vary by 10 %, and spikes, simulated runs of a few hundred
+steps stay within 3 % of drafting off; on a machine whose speed jumps by 2.5 every 5 to 200 steps up to 11 % were lost.
 """
 
 from __future__ import annotations
