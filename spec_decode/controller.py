@@ -238,7 +238,7 @@ class Controller:
             self._draft_seconds *= 0.995  # what was dear, once, is tried again at some time
         self.elapsed += seconds + draft_seconds
         self.balance -= draft_seconds
-        if batch < 1:
+        if batch < 1 or not seconds > 0.0:  # a clock that has not moved says nothing
             return
         self._since_measured[batch] = self._since_measured[batch] + 1 if drafts or prefill else 0
         self.cost.record(batch + drafts, seconds, context=context, prefill=prefill)

@@ -141,6 +141,9 @@ def test_a_result_that_is_thrown_away_counts_nothing_and_is_judged_when_the_samp
     sample = make_sample("a")
     drafts = speculation.draft([sample], [4])
     speculation.done([sample], drafts, [0], [0], 0.01)
+    drafts = speculation.draft([sample], [4])  # again, and this step raises: `done` is not called
+    drafts = speculation.draft([sample], [4])
+    speculation.done([sample], drafts, [0], [0], 0.0)
     assert speculation.total.drafted == 0
     assert drafter.observed == []
     assert speculation.acceptance.by_position() == {}
