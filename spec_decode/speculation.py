@@ -77,10 +77,10 @@ class Speculation:
             if draft.parents is not None:
                 raise ValueError(f"drafter {draft.drafter} drafts trees; the verification takes one path")
             if self.match and draft.tokens:
-                start, opened = len(request.sample.output_ids), self._open.setdefault(request.sample.id, [])
-                if opened and opened[-1][0] == start:  # made for a step that came to nothing
+                position, opened = len(request.sample.output_ids), self._open.setdefault(request.sample.id, [])
+                if opened and opened[-1][0] == position:  # made for a step that came to nothing
                     opened.pop()
-                opened.append((start, draft, 0))
+                opened.append((position, draft, 0))
         self.plan = self.controller.plan(self.acceptance.estimate(drafts), batch, context, prefill, asked)
         for i, draft, length in zip(chosen, drafts, self.plan.lengths, strict=True):
             out[i] = draft.cut(length)
