@@ -1,9 +1,10 @@
 """What ops share that carry a state per sequence (recurrent and convolutional layers), beside the rows of a step.
 
-The rows of all sequences lie one after the other; cu_seqlens [S + 1] says where each starts, rows beyond the last one are
-padding and are not read. State tensors are [slots, ...]: `read[i]` is the slot of sequence i's state before its first row,
-`write[i]` the one that takes the state after its last row. No slot is both read and written, so that a step can be done
-again, or taken back, from the states that it read; several sequences may read one slot (siblings, the zero state).
+The rows of all sequences lie one after the other; cu_seqlens [S + 1] says where each starts, rows beyond the last one
+are padding and are not read. State tensors are [slots, ...]: `read[i]` is the slot of sequence i's state before its
+first row, `write[i]` the one that takes the state after its last row. No slot is both read and written, so that a step
+can be done again, or taken back, from the states that it read; several sequences may read one slot (siblings, or the
+zero state).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def check_state(
         raise ValueError(f"{op}: {given}, the state has {len(state)} slots: pass 0 or larger, below that")
     if code == 3:
         raise ValueError(
-            f"{op}: slot {int(write[i])} of write[{i}] is also read, or written by another sequence: give each sequence "
-            "a slot of its own to write"
+            f"{op}: slot {int(write[i])} of write[{i}] is also read, or written by another sequence: give each "
+            "sequence a slot of its own to write"
         )
 
 

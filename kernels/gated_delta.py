@@ -1,15 +1,15 @@
-"""The gated delta rule (Yang, Kautz & Hatamizadeh, arXiv 2412.06464), token by token, as Qwen3-Next, Qwen3.5 and, with a
-decay of each channel, Kimi Linear (arXiv 2510.26692) use it.
+"""The gated delta rule (Yang, Kautz & Hatamizadeh, arXiv 2412.06464), token by token, as Qwen3-Next, Qwen3.5 and, with
+a decay of each channel, Kimi Linear (arXiv 2510.26692) use it.
 
-A head keeps a matrix S [k_dim, v_dim], zeros before any token. A token decays it, replaces what it says about the key by a
-mix with the value, and reads it with the query:
+A head keeps a matrix S [k_dim, v_dim], zeros before any token. A token decays it, replaces what it says about the key
+by a mix with the value, and reads it with the query:
 
     S = exp(g) S;   S = S + k (beta (v - k^T S))^T;   out = scale q^T S
 
 Several value heads may share a key head, as in grouped-query attention. How rows and states are addressed stands in
-kernels/_state.py. A row's bits depend on its sequence's rows up to it and the state before them alone, never on how they
-are cut into steps: on the CPU there is no chunk of tokens whose arithmetic another cut would change, and every sum runs in
-order of the channels. Chunked forms (FLA, `transformers`) reach the same numbers up to rounding.
+kernels/_state.py. A row's bits depend on its sequence's rows up to it and the state before them alone, never on how
+they are cut into steps: on the CPU there is no chunk of tokens whose arithmetic another cut would change, and every sum
+runs in order of the channels. Chunked forms (FLA, `transformers`) reach the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _kernel(parallel: bool) -> Callable[..., None]:
                 for c in range(channels):
                     x = g[t, h, c]
                     decays[t, h, c] = exp_nonpositive(x) if x == x else x
-        # Sequences vary fastest: a thread takes a run of items, and so some columns of the long ones and the short ones.
+        # Sequences vary fastest: a thread takes a run of items, and so some columns of long ones and of short ones.
         for item in prange(heads * blocks * sequences):
             i, head, first = item % sequences, item // sequences // blocks, item // sequences % blocks * C
             width = min(C, v_dim - first)

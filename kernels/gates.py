@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from longtail.kernels._checks import check_devices
-from longtail.kernels._numba import LANES, exp_nonpositive, jit
+from longtail.kernels._numba import LANES, jit
 from longtail.kernels._numba import sigmoid as sigmoid_of
 
 
@@ -73,8 +73,8 @@ def delta_gates(
         return delta_gates_reference(a, b, a_log, dt_bias)
     _check_gates(a, b, a_log, dt_bias)
     g, beta = torch.empty(a.shape), sigmoid(b)
-    arrays = (x.detach().contiguous().numpy() for x in (a, a_log, dt_bias))
-    _decay(*arrays, g.numpy())
+    rows, rates, shifts = (x.detach().contiguous().numpy() for x in (a, a_log, dt_bias))
+    _decay(rows, rates, shifts, g.numpy())
     return g, beta
 
 
@@ -112,8 +112,8 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """RMSNorm (Zhang & Sennrich 2019) of x, times weight, times the activated gate.
 
-    x, gate: [..., H]; weight: [H] -> [..., H] in x's dtype. On the CPU float32 takes the invariant kernel, anything else
-    the reference. ValueError: shapes that do not fit each other, an activation that is not known.
+    x, gate: [..., H]; weight: [H] -> [..., H] in x's dtype. On the CPU float32 takes the invariant kernel, anything
+    else the reference. ValueError: shapes that do not fit each other, an activation that is not known.
     """
     if x.device.type != "cpu" or not x.dtype == gate.dtype == weight.dtype == torch.float32:
         return gated_rms_norm_reference(x, gate, weight, eps, act)
