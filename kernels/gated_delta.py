@@ -68,7 +68,7 @@ def gated_delta_rule(
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     out[live:].zero_()
     memory, stride = flat(state)
-    _kernel(live * state[0].numel() >= PARALLEL_FROM)(
+    scan_kernel(live * state[0].numel() >= PARALLEL_FROM, True)(
         *(x.detach().contiguous().numpy() for x in (q, k, v, g if g.dim() == 3 else g[:, :, None], beta)),
         memory,
         stride,
@@ -166,7 +166,8 @@ def _unit(x: Any, scale: Any, l2norm: Any, lanes: Any, out: Any) -> None:
 
 
 @functools.cache
-def _kernel(parallel: bool) -> Callable[..., None]:
+def scan_kernel(parallel: bool, delta_rule: bool) -> Callable[..., None]:
+    """S = exp(g) S + k x^T; out = scale q^T S, for every row in order. x: by the delta rule, or else v."""
     C = COLUMNS
 
     @jit(parallel=parallel)
@@ -175,7 +176,7 @@ def _kernel(parallel: bool) -> Callable[..., None]:
         k: Any,
         v: Any,
         g: Any,  # [T, v_heads, 1 or k_dim]
-        beta: Any,
+        beta: Any,  # of the delta rule only
         state: Any,
         stride: Any,
         cu: Any,
@@ -185,7 +186,7 @@ def _kernel(parallel: bool) -> Callable[..., None]:
         l2norm: Any,
         out: Any,
     ) -> None:
-        _variant = parallel  # in the closure only because numba's disk cache tells functions apart by their closures
+        _variant = parallel, delta_rule  # numba's disk cache tells functions apart by their closures only
         sequences, rows = len(read), cu[len(read)]
         k_heads, k_dim = q.shape[1], q.shape[2]
         heads, v_dim = v.shape[1], v.shape[2]
@@ -209,7 +210,7 @@ def _kernel(parallel: bool) -> Callable[..., None]:
             own = np.zeros(k_dim * C, np.float32)  # columns beyond v_dim stay zero
             fade = np.empty(k_dim, np.float32)
             known = np.empty(C, np.float32)
-            delta = np.zeros(C, np.float32)
+            added = np.zeros(C, np.float32)
             result = np.empty(C, np.float32)
             source = read[i] * stride + head * k_dim * v_dim + first
             target = write[i] * stride + head * k_dim * v_dim + first
@@ -224,21 +225,25 @@ def _kernel(parallel: bool) -> Callable[..., None]:
                     fade[d] = decays[t, head, d if channels > 1 else 0]
                 for c in range(C):
                     known[c] = np.float32(0.0)
-                for d in range(0, whole, 4):
-                    o = d * C
-                    k0, k1 = key[d] * fade[d], key[d + 1] * fade[d + 1]
-                    k2, k3 = key[d + 2] * fade[d + 2], key[d + 3] * fade[d + 3]
-                    for c in range(C):
-                        s = known[c] + k0 * own[o + c]
-                        s = s + k1 * own[o + C + c]
-                        s = s + k2 * own[o + 2 * C + c]
-                        known[c] = s + k3 * own[o + 3 * C + c]
-                for d in range(whole, k_dim):
-                    k0 = key[d] * fade[d]
-                    for c in range(C):
-                        known[c] = known[c] + k0 * own[d * C + c]
-                for c in range(width):
-                    delta[c] = (v[t, head, first + c] - known[c]) * beta[t, head]
+                if delta_rule:
+                    for d in range(0, whole, 4):
+                        o = d * C
+                        k0, k1 = key[d] * fade[d], key[d + 1] * fade[d + 1]
+                        k2, k3 = key[d + 2] * fade[d + 2], key[d + 3] * fade[d + 3]
+                        for c in range(C):
+                            s = known[c] + k0 * own[o + c]
+                            s = s + k1 * own[o + C + c]
+                            s = s + k2 * own[o + 2 * C + c]
+                            known[c] = s + k3 * own[o + 3 * C + c]
+                    for d in range(whole, k_dim):
+                        k0 = key[d] * fade[d]
+                        for c in range(C):
+                            known[c] = known[c] + k0 * own[d * C + c]
+                    for c in range(width):
+                        added[c] = (v[t, head, first + c] - known[c]) * beta[t, head]
+                else:
+                    for c in range(width):
+                        added[c] = v[t, head, first + c]
                 for c in range(C):
                     result[c] = np.float32(0.0)
                 for d in range(0, whole, 4):
@@ -247,7 +252,7 @@ def _kernel(parallel: bool) -> Callable[..., None]:
                     k0, k1, k2, k3 = key[d], key[d + 1], key[d + 2], key[d + 3]
                     q0, q1, q2, q3 = query[d], query[d + 1], query[d + 2], query[d + 3]
                     for c in range(C):
-                        x = delta[c]
+                        x = added[c]
                         s0 = own[o + c] * f0 + k0 * x
                         s1 = own[o + C + c] * f1 + k1 * x
                         s2 = own[o + 2 * C + c] * f2 + k2 * x
@@ -263,7 +268,7 @@ def _kernel(parallel: bool) -> Callable[..., None]:
                 for d in range(whole, k_dim):
                     f0, k0, q0 = fade[d], key[d], query[d]
                     for c in range(C):
-                        s0 = own[d * C + c] * f0 + k0 * delta[c]
+                        s0 = own[d * C + c] * f0 + k0 * added[c]
                         own[d * C + c] = s0
                         result[c] = result[c] + q0 * s0
                 for c in range(width):

@@ -1,4 +1,4 @@
-"""Gates of recurrent and hybrid layers: sigmoid, SiLU, the decay of a gated delta rule, gated RMSNorm.
+"""Gates of recurrent and hybrid layers: sigmoid, SiLU, softplus, gated RMSNorm.
 
 Row-invariant on the CPU in float32, where torch takes an element of the last, incomplete vector of a tensor (or of a
 thread's part of it) through other code than the rest, so that its bits depend on its place.
@@ -7,6 +7,7 @@ thread's part of it) through other code than the rest, so that its bits depend o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -25,11 +26,7 @@ def sigmoid_reference(x: torch.Tensor) -> torch.Tensor:
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """x: any shape -> the same shape. On the CPU float32 takes the invariant kernel, anything else the reference."""
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return sigmoid_reference(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _sigmoid(x.detach().contiguous().view(-1).numpy(), False, out.view(-1).numpy())
-    return out
+    return _elementwise(_sigmoid, x) if _fits_cpu(x) else sigmoid_reference(x)
 
 
 def silu_reference(x: torch.Tensor) -> torch.Tensor:
@@ -39,60 +36,47 @@ def silu_reference(x: torch.Tensor) -> torch.Tensor:
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x: any shape -> the same shape. On the CPU float32 takes the invariant kernel, anything else the reference."""
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return silu_reference(x)
+    return _elementwise(_silu, x) if _fits_cpu(x) else silu_reference(x)
+
+
+def softplus_reference(x: torch.Tensor) -> torch.Tensor:
+    """x: any shape -> log(1 + exp(x)), x itself from 20 on."""
+    return F.softplus(x)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """x: any shape -> the same shape. On the CPU float32 takes the invariant kernel, anything else the reference."""
+    return _elementwise(_softplus, x) if _fits_cpu(x) else softplus_reference(x)
+
+
+def _fits_cpu(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def _elementwise(kernel: Callable[[Any, Any], None], x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _sigmoid(x.detach().contiguous().view(-1).numpy(), True, out.view(-1).numpy())
+    kernel(x.detach().contiguous().view(-1).numpy(), out.view(-1).numpy())
     return out
 
 
 @jit()
-def _sigmoid(x: Any, times_x: Any, out: Any) -> None:
+def _sigmoid(x: Any, out: Any) -> None:
     for i in range(len(x)):
-        s = sigmoid_of(x[i])
-        out[i] = x[i] * s if times_x else s
-
-
-def delta_gates_reference(
-    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `delta_gates`; any device and dtype."""
-    _check_gates(a, b, a_log, dt_bias)
-    return -a_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.sigmoid()
-
-
-def delta_gates(
-    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `gated_delta_rule` takes: g = -exp(a_log) * softplus(a + dt_bias), beta = sigmoid(b).
-
-    a, b: [T, heads]; a_log, dt_bias: [heads] -> g float32 [T, heads], beta [T, heads] in b's dtype. On the CPU float32
-    takes the invariant kernel, anything else the reference. ValueError: shapes that do not fit each other.
-    """
-    if a.device.type != "cpu" or {x.dtype for x in (a, b, a_log, dt_bias)} != {torch.float32}:
-        return delta_gates_reference(a, b, a_log, dt_bias)
-    _check_gates(a, b, a_log, dt_bias)
-    g, beta = torch.empty(a.shape), sigmoid(b)
-    rows, rates, shifts = (x.detach().contiguous().numpy() for x in (a, a_log, dt_bias))
-    _decay(rows, rates, shifts, g.numpy())
-    return g, beta
-
-
-def _check_gates(a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> None:
-    if a.dim() != 2 or a.shape != b.shape or not a_log.shape == dt_bias.shape == a.shape[1:]:
-        given = f"a {tuple(a.shape)}, b {tuple(b.shape)}, a_log {tuple(a_log.shape)}, dt_bias {tuple(dt_bias.shape)}"
-        raise ValueError(f"delta_gates: {given}: want [T, heads] twice and [heads] twice")
-    check_devices("delta_gates", a=a, b=b, a_log=a_log, dt_bias=dt_bias)
+        out[i] = sigmoid_of(x[i])
 
 
 @jit()
-def _decay(a: Any, a_log: Any, dt_bias: Any, g: Any) -> None:
-    for t in range(a.shape[0]):
-        for h in range(a.shape[1]):
-            x = np.float64(a[t, h]) + np.float64(dt_bias[h])
-            # log(1 + exp(x)), of the smaller of exp(x) and exp(-x)
-            soft = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-            g[t, h] = np.float32(-math.exp(np.float64(a_log[h])) * soft) if x == x else np.float32(x)
+def _silu(x: Any, out: Any) -> None:
+    for i in range(len(x)):
+        out[i] = x[i] * sigmoid_of(x[i])
+
+
+@jit()
+def _softplus(x: Any, out: Any) -> None:
+    for i in range(len(x)):
+        v = np.float64(x[i])
+        soft = max(v, 0.0) + math.log1p(math.exp(-abs(v)))  # the exponential never overflows
+        out[i] = soft if v == v else v
 
 
 def gated_rms_norm_reference(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from longtail.kernels.gates import sigmoid, silu
+from longtail.kernels.gates import sigmoid, silu, softplus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +31,7 @@ INVARIANT: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.sigmoid: sigmoid,
     torch.Tensor.sigmoid: sigmoid,
     F.silu: _silu,
+    F.softplus: softplus,
 }
 """What stands in for a function of torch, whichever of its names is called."""
 
@@ -62,9 +63,13 @@ class _Record(TorchFunctionMode):
 def calling_modules(model: PreTrainedModel) -> set[type[nn.Module]]:
     """The kinds of modules that call a function of INVARIANT themselves, found by running two tokens."""
     record = _Record()
+
+    def leave(*_: Any) -> None:
+        record.running.pop()
+
     hooks = [
         register_module_forward_pre_hook(lambda module, _: record.running.append(module)),
-        register_module_forward_hook(lambda *_: record.running.pop() and None, always_call=True),
+        register_module_forward_hook(leave, always_call=True),
     ]
     try:
         with record:
