@@ -5,77 +5,22 @@ from __future__ import annotations
 import numba
 import pytest
 import torch
+from tests.kernels.state_cases import LENS, Sequences, assert_equal, int64, randn
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from longtail.kernels import causal_conv as module
 from longtail.kernels.causal_conv import causal_conv, causal_conv_reference
 
-LENS = [13, 1, 40, 2]
 SIZES = [(1, 2), (17, 4), (64, 3), (250, 4)]  # channels, kernel
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def sequences(channels: int, kernel: int, silu: bool = True) -> Sequences:
+    weight, bias = randn(channels, kernel, seed=90), randn(channels, seed=91)
 
+    def op(parts: list[torch.Tensor], state: torch.Tensor, *where: torch.Tensor) -> torch.Tensor:
+        return causal_conv(parts[0], weight, bias, state, *where, silu=silu)
 
-def int64(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.long)
-
-
-def starts(lens: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lens]).cumsum(0)
-
-
-class World:
-    """Sequences of random inputs; slot 0 of the state stays zero."""
-
-    def __init__(self, channels: int, kernel: int, silu: bool = True, lens: list[int] = LENS) -> None:
-        self.channels, self.kernel, self.silu, self.lens = channels, kernel, silu, lens
-        self.x = [randn(n, channels, seed=i) for i, n in enumerate(lens)]
-        self.weight, self.bias = randn(channels, kernel, seed=90), randn(channels, seed=91)
-
-    def empty(self, slots: int) -> torch.Tensor:
-        """States that hold nothing yet: what is read of them would show."""
-        state = torch.full((slots, self.channels, self.kernel - 1), torch.nan)
-        state[0] = 0
-        return state
-
-    def whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Each sequence alone, in one go -> (rows, last state), of each."""
-        outs, states = [], []
-        for x in self.x:
-            state = self.empty(2)
-            cu = int64(0, len(x))
-            outs.append(causal_conv(x, self.weight, self.bias, state, cu, int64(0), int64(1), self.silu))
-            states.append(state[1])
-        return outs, states
-
-    def steps(self, cuts: list[list[int]], padding: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """cuts: rows of each sequence in each step, packed; states go back and forth between two slots of each."""
-        count = len(self.lens)
-        state, done = self.empty(2 * count + 1), [0] * count
-        parts: list[list[torch.Tensor]] = [[] for _ in self.lens]
-        for step, rows in enumerate(cuts):
-            x = [self.x[i][done[i] : done[i] + n] for i, n in enumerate(rows)]
-            read = [1 + 2 * i + (step + 1) % 2 if step else 0 for i in range(count)]
-            write = [1 + 2 * i + step % 2 for i in range(count)]
-            before = state.clone()
-            packed = torch.cat([*x, torch.full((padding, self.channels), torch.nan)])
-            out = causal_conv(
-                packed, self.weight, self.bias, state, starts(rows), int64(*read), int64(*write), self.silu
-            )
-            untouched = [s for s in range(len(state)) if s not in write]
-            torch.testing.assert_close(state[untouched], before[untouched], rtol=0, atol=0, equal_nan=True)
-            assert not out[sum(rows) :].any()
-            for i, part in enumerate(out[: sum(rows)].split(rows)):
-                parts[i].append(part)
-                done[i] += rows[i]
-        assert done == self.lens
-        return [torch.cat(p) for p in parts], [state[w] for w in write]
-
-
-def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    return Sequences(op, [[randn(n, channels, seed=i)] for i, n in enumerate(LENS)], (channels, kernel - 1))
 
 
 def test_by_hand() -> None:
@@ -118,40 +63,31 @@ def test_is_the_reference_and_that_of_transformers(channels: int, kernel: int, b
 def test_a_row_depends_neither_on_the_batch_nor_on_chunks_nor_on_threads(
     channels: int, kernel: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(channels, kernel)
-    outs, states = world.whole()
+    world = sequences(channels, kernel)
+    expected = world.whole()
     monkeypatch.setattr(module, "PARALLEL_FROM", 0)
     numba.set_num_threads(min(threads, numba.get_num_threads()))
-    chunks = [[5, 1, 3, 0], [0, 0, 30, 1], [1, 0, 6, 0], [7, 0, 1, 1]]
-    ones = [[int(t < n) for n in LENS] for t in range(max(LENS))]
-    for cuts, padding in (([LENS], 0), ([LENS], 3), (chunks, 2), (ones, 1)):
-        got, last = world.steps(cuts, padding)
-        assert_equal(got, outs)
-        assert_equal(last, states)
+    world.check_cuts(expected)
 
 
 def test_the_comparison_sees_a_state_that_is_not_carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(17, 4)
-    whole, _ = world.whole()
-    monkeypatch.setattr(World, "empty", lambda self, slots: torch.zeros(slots, self.channels, self.kernel - 1) + 1)
-    assert not torch.equal(world.steps([LENS])[0][0], whole[0])
+    world = sequences(17, 4)
+    expected = world.whole()
+    carried = world.op
+    world.op = lambda parts, state, cu, read, write: carried(parts, state, cu, torch.zeros_like(read), write)
+    with pytest.raises(AssertionError):
+        world.check_cuts(expected)
 
 
 def test_a_view_of_a_larger_memory_is_a_state() -> None:
-    world = World(17, 4)
-    memory = torch.full((3, 5, 17, 3), torch.nan)
-    memory[0] = 0
-    state, x = memory[:, 2], world.x[0]
-    out = causal_conv(x, world.weight, world.bias, state, int64(0, 13), int64(0), int64(2), True)
-    outs, states = world.whole()
-    assert torch.equal(out, outs[0]) and torch.equal(state[2], states[0])
-    assert memory[1].isnan().all() and memory[2, [0, 1, 3, 4]].isnan().all()
+    world = sequences(17, 4)
+    world.check_view(world.whole())
 
 
 def test_nan_is_not_hidden_and_stays_in_its_sequence() -> None:
-    world = World(17, 4)
+    world = sequences(17, 4)
     outs, _ = world.whole()
-    world.x[0][4, 3] = torch.nan
+    world.parts[0][0][4, 3] = torch.nan
     got, _ = world.steps([LENS])
     assert_equal(got[1:], outs[1:])
     broken = got[0].isnan()

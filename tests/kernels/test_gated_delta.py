@@ -8,25 +8,13 @@ from collections.abc import Callable, Iterable
 import numba
 import pytest
 import torch
+from tests.kernels.state_cases import LENS, Sequences, assert_equal, int64, randn
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from longtail.kernels import gated_delta as module
 from longtail.kernels.gated_delta import gated_delta_rule, gated_delta_rule_reference
 
-LENS = [13, 1, 40, 2]
 SIZES = [(1, 1, 4, 4), (2, 4, 7, 33), (2, 2, 16, 32), (1, 3, 18, 70)]  # k_heads, v_heads, k_dim, v_dim
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def int64(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.long)
-
-
-def starts(lens: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lens]).cumsum(0)
 
 
 def inputs(rows: int, size: tuple[int, ...], seed: int = 0, by_channel: bool = False) -> list[torch.Tensor]:
@@ -51,54 +39,8 @@ def scan(
     return out
 
 
-class World:
-    """Sequences of random rows; slot 0 of the state stays zero."""
-
-    def __init__(self, size: tuple[int, ...], by_channel: bool = False, lens: list[int] = LENS) -> None:
-        self.size, self.lens = size, lens
-        self.rows = [inputs(n, size, i, by_channel) for i, n in enumerate(lens)]
-
-    def empty(self, slots: int) -> torch.Tensor:
-        """States that hold nothing yet: what is read of them would show."""
-        state = torch.full((slots, *self.size[1:]), torch.nan)
-        state[0] = 0
-        return state
-
-    def whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Each sequence alone, in one go -> (rows, last state), of each."""
-        outs, states = [], []
-        for rows in self.rows:
-            state = self.empty(2)
-            outs.append(scan(rows, state, int64(0, len(rows[0])), int64(0), int64(1)))
-            states.append(state[1])
-        return outs, states
-
-    def steps(self, cuts: list[list[int]], padding: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """cuts: rows of each sequence in each step, packed; states go back and forth between two slots of each."""
-        count = len(self.lens)
-        state, done = self.empty(2 * count + 1), [0] * count
-        parts: list[list[torch.Tensor]] = [[] for _ in self.lens]
-        for step, lens in enumerate(cuts):
-            read = [1 + 2 * i + (step + 1) % 2 if step else 0 for i in range(count)]
-            write = [1 + 2 * i + step % 2 for i in range(count)]
-            before = state.clone()
-            packed = []
-            for part in range(5):
-                live = [self.rows[i][part][done[i] : done[i] + n] for i, n in enumerate(lens)]
-                packed.append(torch.cat([*live, torch.full((padding, *live[0].shape[1:]), torch.nan)]))
-            out = scan(packed, state, starts(lens), int64(*read), int64(*write))
-            untouched = [s for s in range(len(state)) if s not in write]
-            torch.testing.assert_close(state[untouched], before[untouched], rtol=0, atol=0, equal_nan=True)
-            assert not out[sum(lens) :].any()
-            for i, rows in enumerate(out[: sum(lens)].split(lens)):
-                parts[i].append(rows)
-                done[i] += lens[i]
-        assert done == self.lens
-        return [torch.cat(p) for p in parts], [state[w] for w in write]
-
-
-def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+def sequences(size: tuple[int, ...], by_channel: bool = False) -> Sequences:
+    return Sequences(scan, [inputs(n, size, i, by_channel) for i, n in enumerate(LENS)], size[1:])
 
 
 def test_by_hand() -> None:
@@ -163,16 +105,11 @@ def test_a_decay_of_each_channel_that_is_the_same_is_a_decay_of_the_head() -> No
 def test_a_row_depends_neither_on_the_batch_nor_on_chunks_nor_on_threads(
     size: tuple[int, ...], by_channel: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(size, by_channel)
-    outs, states = world.whole()
+    world = sequences(size, by_channel)
+    expected = world.whole()
     monkeypatch.setattr(module, "PARALLEL_FROM", 0)
     numba.set_num_threads(min(threads, numba.get_num_threads()))
-    chunks = [[5, 1, 3, 0], [0, 0, 30, 1], [1, 0, 6, 0], [7, 0, 1, 1]]
-    ones = [[int(t < n) for n in LENS] for t in range(max(LENS))]
-    for cuts, padding in (([LENS], 0), ([LENS], 3), (chunks, 2), (ones, 1)):
-        got, last = world.steps(cuts, padding)
-        assert_equal(got, outs)
-        assert_equal(last, states)
+    world.check_cuts(expected)
 
 
 def test_the_comparison_of_bits_sees_a_chunked_form() -> None:
@@ -186,20 +123,15 @@ def test_the_comparison_of_bits_sees_a_chunked_form() -> None:
 
 
 def test_a_view_of_a_larger_memory_is_a_state() -> None:
-    world = World((2, 4, 7, 33))
-    memory = torch.full((3, 5, 4, 7, 33), torch.nan)
-    memory[0] = 0
-    out = scan(world.rows[0], memory[:, 2], int64(0, 13), int64(0), int64(2))
-    outs, states = world.whole()
-    assert torch.equal(out, outs[0]) and torch.equal(memory[2, 2], states[0])
-    assert memory[1].isnan().all() and memory[2, [0, 1, 3, 4]].isnan().all()
+    world = sequences((2, 4, 7, 33))
+    world.check_view(world.whole())
 
 
 @pytest.mark.parametrize("part", range(5), ids=["q", "k", "v", "g", "beta"])
 def test_nan_is_not_hidden_and_stays_in_its_sequence(part: int) -> None:
-    world = World((2, 4, 7, 33))
+    world = sequences((2, 4, 7, 33))
     outs, _ = world.whole()
-    world.rows[0][part][4] = torch.nan
+    world.parts[0][part][4] = torch.nan
     got, states = world.steps([LENS])
     assert_equal(got[1:], outs[1:])
     assert torch.equal(got[0][:4], outs[0][:4]) and got[0][4].isnan().all()
