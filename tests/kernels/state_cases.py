@@ -1,4 +1,4 @@
-"""Shared by the tests of ops that carry a state: sequences of rows, whole or in steps, between slots of a state tensor."""
+"""Shared by the tests of ops that carry a state: sequences of rows, whole or in steps, from slot to slot."""
 
 from __future__ import annotations
 

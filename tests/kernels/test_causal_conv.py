@@ -18,7 +18,8 @@ def sequences(channels: int, kernel: int, silu: bool = True) -> Sequences:
     weight, bias = randn(channels, kernel, seed=90), randn(channels, seed=91)
 
     def op(parts: list[torch.Tensor], state: torch.Tensor, *where: torch.Tensor) -> torch.Tensor:
-        return causal_conv(parts[0], weight, bias, state, *where, silu=silu)
+        cu, read, write = where
+        return causal_conv(parts[0], weight, bias, state, cu, read, write, silu)
 
     return Sequences(op, [[randn(n, channels, seed=i)] for i, n in enumerate(LENS)], (channels, kernel - 1))
 

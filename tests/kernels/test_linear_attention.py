@@ -69,8 +69,8 @@ def test_is_the_reference(size: tuple[int, ...], by_channel: bool) -> None:
 def test_is_mamba_2_of_transformers(size: tuple[int, ...]) -> None:
     """In chunks of 16 and one token more, 70 in all: q is C, k is B, v is dt x, g is dt A. Within 1e-4 of numbers up to
     about 10 (all are float32)."""
-    groups, heads, state_size, head_dim = size
-    c, b, x, g = inputs(71, size)
+    heads, state_size, head_dim = size[1:]
+    c, b, x, _ = inputs(71, size)
     dt, a = randn(71, heads, seed=7).sigmoid(), -randn(heads, seed=8).exp()
     state = torch.zeros(2, *size[1:])
     out = linear_attention(c, b, x * dt[:, :, None], dt * a, state, int64(0, 71), int64(0), int64(1))
