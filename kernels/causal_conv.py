@@ -20,6 +20,7 @@ from numba import prange
 from longtail.kernels._checks import check_devices
 from longtail.kernels._numba import jit, sigmoid
 from longtail.kernels._state import check_state, flat
+from longtail.kernels.causal_conv_triton import causal_conv_triton
 
 PARALLEL_FROM = 1 << 17
 """Products from which waking other threads pays."""
@@ -38,12 +39,16 @@ def causal_conv(
     """out[t, c] = bias[c] + sum over j of weight[c, j] * x[t - (kernel - 1) + j, c], then SiLU if asked for.
 
     x: [T, channels]; weight: [channels, kernel], kernel 2 or larger; bias: [channels] or None; state: [slots, channels,
-    kernel - 1], in x's dtype; cu_seqlens: int64 [S + 1]; read, write: int64 [S] -> [T, channels] in x's dtype, zeros in
-    padding rows. Writes the state after each sequence's last row (as it was, if it has none) into its write slot. On
-    the CPU float32 takes the invariant kernel, anything else the reference. ValueError: shapes, dtypes or devices that
-    do not fit each other, slots that do not exist, a slot that is written and used by another sequence.
+    kernel - 1], in x's dtype or float32; cu_seqlens: int64 [S + 1]; read, write: int64 [S] -> [T, channels] in x's
+    dtype, zeros in padding rows.
+
+    Writes the state after each sequence's last row (as it was, if it has none) into its write slot. On a GPU the Triton
+    kernel; on the CPU float32 takes the invariant kernel, anything else the reference. ValueError: shapes, dtypes or
+    devices that do not fit each other, slots that do not exist, a slot that is written and used by another sequence.
     """
     _check(x, weight, bias, state, cu_seqlens, read, write)
+    if x.is_cuda:
+        return causal_conv_triton(x, weight, bias, state, cu_seqlens, read, write, silu)
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32:
         return causal_conv_reference(x, weight, bias, state, cu_seqlens, read, write, silu)
     channels, kernel = weight.shape
@@ -108,8 +113,8 @@ def _check(
         raise ValueError(f"causal_conv: {given}: want [T, channels] and [channels, kernel], kernel 2 or larger")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"causal_conv: bias {tuple(bias.shape)} must be [{weight.shape[0]}], one a channel")
-    if state.dtype != x.dtype:
-        raise ValueError(f"causal_conv: state is {state.dtype}, x {x.dtype}: give them one dtype")
+    if state.dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"causal_conv: state is {state.dtype}, x {x.dtype}: give the state that dtype, or float32")
     check_devices("causal_conv", x=x, weight=weight, bias=bias, state=state)
     check_state("causal_conv", len(x), state, (x.shape[1], weight.shape[1] - 1), cu_seqlens, read, write)
 

@@ -25,6 +25,7 @@ from numba import prange
 from longtail.kernels._checks import check_devices
 from longtail.kernels._numba import LANES, exp_nonpositive, jit
 from longtail.kernels._state import check_state, flat
+from longtail.kernels.state_scan_triton import state_scan_triton
 
 COLUMNS = 32
 """Columns of S (v_dim) that a thread takes through all rows: columns do not meet, and these stay in the L1 cache."""
@@ -54,12 +55,15 @@ def gated_delta_rule(
     int64 [S + 1]; read, write: int64 [S]; scale: of q, 1 / sqrt(k_dim) if None; l2norm: q and k are divided by their
     length first -> [T, v_heads, v_dim] in v's dtype, zeros in padding rows.
 
-    Writes the state after each sequence's last row (as it was, if it has none) into its write slot. On the CPU float32
-    takes the invariant kernel, anything else the reference. ValueError: shapes, dtypes or devices that do not fit each
-    other, slots that do not exist, a slot that is written and used by another sequence.
+    Writes the state after each sequence's last row (as it was, if it has none) into its write slot. On a GPU the
+    Triton kernel; on the CPU float32 takes the invariant kernel, anything else the reference. ValueError: shapes or
+    devices that do not fit each other, slots that do not exist, a slot that is written and used by another sequence.
     """
     _check(q, k, v, g, beta, state, cu_seqlens, read, write)
     scale = q.shape[2] ** -0.5 if scale is None else scale
+    if v.is_cuda:
+        eps = L2NORM_EPS if l2norm else None
+        return state_scan_triton(q, k, v, g, beta, state, cu_seqlens, read, write, scale, eps)
     dtypes = {x.dtype for x in (q, k, v, g, beta, state)}
     if v.device.type != "cpu" or dtypes != {torch.float32}:
         return gated_delta_rule_reference(q, k, v, g, beta, state, cu_seqlens, read, write, scale, l2norm)

@@ -17,6 +17,7 @@ import torch
 from longtail.kernels._checks import check_devices
 from longtail.kernels._state import check_state, flat
 from longtail.kernels.gated_delta import PARALLEL_FROM, scan_kernel
+from longtail.kernels.state_scan_triton import state_scan_triton
 
 _NO_BETA = np.zeros((0, 0), np.float32)
 
@@ -36,11 +37,13 @@ def linear_attention(
     [T, v_heads] or [T, v_heads, k_dim]; state: float32 [slots, v_heads, k_dim, v_dim]; cu_seqlens: int64 [S + 1]; read,
     write: int64 [S]; scale: of q -> [T, v_heads, v_dim] in v's dtype, zeros in padding rows.
 
-    Writes the state after each sequence's last row (as it was, if it has none) into its write slot. On the CPU float32
-    takes the invariant kernel, anything else the reference. ValueError: shapes, dtypes or devices that do not fit each
-    other, slots that do not exist, a slot that is written and used by another sequence.
+    Writes the state after each sequence's last row (as it was, if it has none) into its write slot. On a GPU the
+    Triton kernel; on the CPU float32 takes the invariant kernel, anything else the reference. ValueError: shapes or
+    devices that do not fit each other, slots that do not exist, a slot that is written and used by another sequence.
     """
     _check(q, k, v, g, state, cu_seqlens, read, write)
+    if v.is_cuda:
+        return state_scan_triton(q, k, v, g, None, state, cu_seqlens, read, write, scale, None)
     if v.device.type != "cpu" or {x.dtype for x in (q, k, v, g, state)} != {torch.float32}:
         return linear_attention_reference(q, k, v, g, state, cu_seqlens, read, write, scale)
     cu = cu_seqlens.numpy()

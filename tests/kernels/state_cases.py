@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-LENS = [13, 1, 40, 2]
+LENS = [13, 1, 23, 2]
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Sequences:
 
     def check_cuts(self, expected: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
         """Bits of rows and states (of LENS), all at once, with padding, in chunks with idle sequences, row by row."""
-        chunks = [[5, 1, 3, 0], [0, 0, 30, 1], [1, 0, 6, 0], [7, 0, 1, 1]]
+        chunks = [[5, 1, 3, 0], [0, 0, 13, 1], [1, 0, 6, 0], [7, 0, 1, 1]]
         ones = [[int(t < n) for n in self.lens] for t in range(max(self.lens))]
         for cuts, padding in (([self.lens], 0), ([self.lens], 3), (chunks, 2), (ones, 1)):
             got, last = self.steps(cuts, padding)

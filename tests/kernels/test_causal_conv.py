@@ -114,7 +114,7 @@ def test_misuse_is_named() -> None:
         causal_conv(x, weight[:, :1], None, state, cu, read, write)
     with pytest.raises(ValueError, match=r"bias \(7,\) must be \[8\]"):
         causal_conv(x, weight, torch.zeros(7), state, cu, read, write)
-    with pytest.raises(ValueError, match=r"state is torch.float64, x torch.float32"):
+    with pytest.raises(ValueError, match=r"state is torch.float64, x torch.float32: give the state that dtype, or"):
         causal_conv(x, weight, None, state.double(), cu, read, write)
     with pytest.raises(ValueError, match=r"state \(3, 8, 2\) must be \[slots, 8, 3\]"):
         causal_conv(x, weight, None, state[:, :, :2], cu, read, write)

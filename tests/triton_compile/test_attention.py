@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, object]] = {
 IN_FLOAT16 = {"e4m3", "int8", "everything", "everything_dim_64", "dim_72"}
 IN_FLOAT32 = {"e4m3_dim_64", "int8", "everything", "everything_dim_64", "dim_80", "dim_192"}
 
+
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, torch.bfloat16) for case in CASES]
