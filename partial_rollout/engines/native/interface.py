@@ -7,7 +7,6 @@ linear layers, RMSNorms, SiLU and GELU (tanh) activations are replaced by row-in
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +20,15 @@ from longtail.kernels.kv import store_kv
 from longtail.kernels.linear import Backend, PackedLinear
 from longtail.kernels.norm import rms_norm, rms_norm_reference
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
+from longtail.partial_rollout.engines.native.forward import Forward, current, running
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from longtail.partial_rollout.engines.native.decoder import DecoderSpec
+    from longtail.partial_rollout.engines.native.cache import Cache
+    from longtail.partial_rollout.engines.native.spec import DecoderSpec
 
 ATTENTION = "longtail_paged"
-_current = threading.local()
 
 
 class _RowInvariantLinear(nn.Module):
@@ -113,13 +113,14 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim] -> [1, T, heads, dim]."""
-    batch: ForwardBatch = _current.batch
+    run = current()
     layer: int = module.layer_idx  # type: ignore[assignment]
+    own, block_size = run.paged(layer), run.batch.block_size
     window = kwargs.get("sliding_window") or 0
-    if window != _current.windows[layer]:
+    if window != run.spec.layers[layer].window:
         # A window that is longer than the check at load would otherwise pass it unseen.
         raise UnsupportedModel(
-            f"model: layer {layer} attends with a window of {window}, its config says {_current.windows[layer]} "
+            f"model: layer {layer} attends with a window of {window}, its config says {run.spec.layers[layer].window} "
             "(0: none); not supported"
         )
     sinks = kwargs.get("s_aux")
@@ -129,9 +130,9 @@ def _attention(
         sinks=None if sinks is None else sinks.detach().float().contiguous(),
     )
     k, v, q = (x[0].transpose(0, 1) for x in (key, value, query))
-    store_kv(k, v, _current.kv, layer, batch.slots, batch.block_size)
+    store_kv(k, v, own.cache, own.index, own.slots, block_size)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = paged_attention(q.contiguous(), _current.kv, layer, batch.attention, batch.block_size, scale, variant)
+    out = paged_attention(q.contiguous(), own.cache, own.index, own.attention, block_size, scale, variant)
     return out[None], None
 
 
@@ -175,16 +176,13 @@ class InterfaceDecoder:
                 module.load(embedding if tied else weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
-        _current.batch, _current.kv, _current.windows = batch, kv, self.spec.windows
-        try:
+    def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
+        with running(Forward(batch, cache, self.spec)):
             out = self.model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=batch.logits_rows,
             )
-        finally:
-            del _current.batch, _current.kv, _current.windows
         logits: torch.Tensor = out.logits[0].float()
         return logits.contiguous()
