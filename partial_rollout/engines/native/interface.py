@@ -20,7 +20,9 @@ from longtail.kernels.kv import store_kv
 from longtail.kernels.linear import Backend, PackedLinear
 from longtail.kernels.norm import rms_norm, rms_norm_reference
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
+from longtail.partial_rollout.engines.native.elementwise import calling_modules, make_invariant
 from longtail.partial_rollout.engines.native.forward import Forward, current, running
+from longtail.partial_rollout.engines.native.state_layers import run_packed, state_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,6 +150,7 @@ class InterfaceDecoder:
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._linears: dict[str, _RowInvariantLinear] = {}
         self._tied_head = "lm_head.weight" not in self._shapes
+        calling = calling_modules(model)
         for name, module in list(model.named_modules()):
             parent, _, leaf = name.rpartition(".")
             if type(module) is nn.Linear:
@@ -159,6 +162,11 @@ class InterfaceDecoder:
                 setattr(model.get_submodule(parent), leaf, _RowInvariantGELU())
             elif (norm := _row_invariant_norm(module)) is not None:
                 setattr(model.get_submodule(parent), leaf, norm)
+        for module in model.modules():
+            if state_shapes(module) is not None:
+                run_packed(module)
+            elif type(module) in calling:
+                make_invariant(module)
         model.config._attn_implementation = ATTENTION
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

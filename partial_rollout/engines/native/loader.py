@@ -19,6 +19,7 @@ from longtail.partial_rollout.engines.native.decoder import Decoder, FusedDecode
 from longtail.partial_rollout.engines.native.interface import InterfaceDecoder
 from longtail.partial_rollout.engines.native.numerics import Numerics, row_rule
 from longtail.partial_rollout.engines.native.spec import DecoderSpec, LayerSpec
+from longtail.partial_rollout.engines.native.state_layers import state_shapes
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
 from longtail.sequence import Sequence
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary variants whose angles depend on the position alone."""
+
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
+STATE_TYPES = frozenset({"linear_attention", "conv"})
+"""Layers that keep a state; whose modules run here stands in state_layers.py."""
+STATELESS_TYPES = frozenset({"mlp", "moe"})
+"""Layers that keep nothing (Nemotron-H)."""
 
 PROBED_WINDOW = 256
 """Longest sliding window that the check at load goes beyond. Of a longer one only the length is compared, with the
@@ -77,10 +84,8 @@ def check_supported(config: Any) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ())
     if "sliding_attention" in layer_types and not getattr(config, "sliding_window", None):
         raise UnsupportedModel(f"model: {kind} has sliding-window layers, and its config states no sliding_window")
-    layer_types -= {"full_attention", "sliding_attention"}
-    if layer_types or getattr(config, "layers_block_type", None):
-        found = sorted(layer_types) or ["layers_block_type"]
-        raise UnsupportedModel(f"model: {kind} has hybrid layers ({', '.join(found)}); not supported yet")
+    if unknown := layer_types - ATTENTION_TYPES - STATE_TYPES - STATELESS_TYPES:
+        raise UnsupportedModel(f"model: {kind} has layers of type {', '.join(sorted(unknown))}; not supported yet")
     rope = getattr(config, "rope_parameters", None) or {}
     variants = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     moving = {str(v["rope_type"]) for v in variants if "rope_type" in v} - STATIC_ROPE
@@ -186,7 +191,7 @@ def _spec(model: PreTrainedModel) -> DecoderSpec:
     if not getattr(config, "max_position_embeddings", None):
         raise UnsupportedModel(f"model: {config.model_type} states no max_position_embeddings; not supported")
     return DecoderSpec(
-        layers=_layers(config),
+        layers=_layers(model, config),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         # Some configs name an EOS that their vocabulary does not have; it can never come.
@@ -194,11 +199,28 @@ def _spec(model: PreTrainedModel) -> DecoderSpec:
     )
 
 
-def _layers(config: Any) -> tuple[LayerSpec, ...]:
+def _layers(model: PreTrainedModel, config: Any) -> tuple[LayerSpec, ...]:
+    types = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
+    found = {module.layer_idx: shapes for module in model.modules() if (shapes := state_shapes(module)) is not None}
+    declared = {i for i, kind in enumerate(types) if kind in STATE_TYPES}
+    if found.keys() != declared:
+        wrong = min(found.keys() ^ declared)
+        raise UnsupportedModel(
+            f"model: {config.model_type}: layer {wrong} is of type {types[wrong]}, of which the native engine knows "
+            "other modules; not supported yet"
+        )
+    if not ATTENTION_TYPES.intersection(types):
+        raise UnsupportedModel(f"model: {config.model_type} has no attention layer; not supported")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return tuple(LayerSpec("kv", kv_heads, dim, heads // kv_heads, window) for window in _windows(config))
+    layers = []
+    for i, (kind, window) in enumerate(zip(types, _windows(config), strict=True)):
+        if kind in ATTENTION_TYPES:
+            layers.append(LayerSpec("kv", kv_heads, dim, heads // kv_heads, window))
+        else:
+            layers.append(LayerSpec("state", shapes=found.get(i, ())))
+    return tuple(layers)
 
 
 def _windows(config: Any) -> tuple[int, ...]:
