@@ -28,7 +28,7 @@ from longtail.partial_rollout.engines.native.elementwise import calling_modules
 from longtail.partial_rollout.engines.native.state_layers import state_shapes
 from longtail.sample import Sample
 
-LENGTH = 40
+LENGTH = 28
 UNTIED = {"tie_word_embeddings": False}  # tied, a random model repeats its last token
 # No multiples of a vector: what torch computes element by element meets its other code for the last ones.
 ODD = {"hidden_size": 60, "intermediate_size": 97}
