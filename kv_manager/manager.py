@@ -175,7 +175,11 @@ class KVManager:
             self.commit_prompt(seq)
         else:
             self.commit(seq)
+        needed = seq.num_computed_tokens // self.block_size + 1
         for group, table in zip(self.groups, seq.block_tables, strict=True):
+            if len(table) > needed:  # for drafts that were rejected
+                group.pool.free(table[needed:])
+                del table[needed:]
             if group.layout.window:
                 group.trim(table, group.layout.first_kept(before), group.layout.first_kept(seq.num_computed_tokens))
 
@@ -316,7 +320,7 @@ class KVManager:
             if part.header.layout.kind == "state":
                 loaded.append((i, 0, 1, part.tiers.load(part)["state"]))
                 continue
-            low, high = max(found, firsts[i], start), min(last, part.header.last_block)
+            low, high = max(found, start), min(last, part.header.last_block)
             if low < high:
                 data = decode(part.tiers.load(part), part.header.layout, low - start, high - start)
                 loaded.append((i, low, high, data))

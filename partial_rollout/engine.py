@@ -41,6 +41,10 @@ class EngineStats:
     """Known tokens (prompt, and output of resumed samples) found in the prefix cache at admission."""
     num_preemptions: int
     """For lack of blocks."""
+    num_draft_tokens: int = 0
+    """Drafts that were verified."""
+    num_accepted_tokens: int = 0
+    """Of these, those that were accepted and committed."""
 
 
 class Engine(Protocol):
