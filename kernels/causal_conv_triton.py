@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from longtail.kernels._triton import jit as triton_jit
-from longtail.kernels._triton import next_power_of_2, num_warps_for, on_device_of, tl
+from longtail.kernels._triton import next_power_of_2, on_device_of, tl, warp_size
 
 CHANNELS = 1024
 """Channels of a program."""
@@ -48,7 +48,7 @@ def causal_conv_triton(
             SILU=silu,
             STEPS=max(sequences, 1).bit_length(),
             BLOCK=block,
-            num_warps=num_warps_for(2 * block),  # 8 channels a thread: their addresses take registers too
+            num_warps=max(block // (8 * warp_size()), 1),  # 8 channels a lane: their addresses take registers too
         )
     return out
 
