@@ -46,6 +46,10 @@ class EngineStats:
     num_accepted_tokens: int = 0
     """Of these, those that were accepted and committed."""
 
+    @property
+    def num_rejected_tokens(self) -> int:
+        return self.num_draft_tokens - self.num_accepted_tokens
+
 
 class Engine(Protocol):
     """The engine appends tokens, log-probabilities and versions to the samples it was given, and to nothing else."""

@@ -6,6 +6,7 @@ The yardstick is the engine without drafts, which tests/partial_rollout/test_exa
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, g
 from tests.partial_rollout.drafters import NAMES, drafter
 from tests.partial_rollout.test_windows import make_model as make_windowed
 
-from longtail import Group, NativeEngine
+from longtail import Group, NativeEngine, Rollout, TokenBudget
 from longtail.events import Event
 from longtail.sample import Sample
 from longtail.spec_decode.controller import FixedLength
@@ -204,6 +205,22 @@ def test_events_and_counts_agree(make_engine: EngineMaker) -> None:
     assert (total.drafted, total.accepted) == (stats.num_draft_tokens, stats.num_accepted_tokens)
     assert not speculation._by_sample
     assert not speculation._open
+
+
+def test_the_ledger_counts_rejected_drafts(make_engine: EngineMaker, tmp_path: Path) -> None:
+    want = generate(make_engine(), *(group(f"g{i}", prompt(9, i)) for i in range(3)))
+    engine = make_engine(drafter=drafter("half right", want), controller=FixedLength(3))
+    with Rollout(engine, strategy=TokenBudget(20), store=tmp_path / "store") as rollout:
+        rollout.submit([group(f"g{i}", prompt(9, i)) for i in range(3)])
+        done: list[Group] = []
+        while len(done) < 3:
+            done += rollout.collect()
+        for got, expected in zip(sorted(done, key=lambda g: g.id), want, strict=True):
+            assert_same(got.samples[0], expected)
+        stats = engine.stats()
+        assert stats.num_rejected_tokens > 0
+        assert rollout.store.ledger.beside["rejected-drafts"] == stats.num_rejected_tokens
+        rollout.store.check_balance()
 
 
 def test_a_fault_behind_a_rejected_draft_is_nobodys(make_engine: EngineMaker) -> None:
