@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -22,7 +24,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from longtail import NativeEngine, UnsupportedModel
+from longtail import NativeEngine, Rollout, TokenBudget, UnsupportedModel
 from longtail.partial_rollout.engines.native import elementwise, state_layers
 from longtail.partial_rollout.engines.native.elementwise import calling_modules
 from longtail.partial_rollout.engines.native.state_layers import state_shapes
@@ -226,6 +228,23 @@ def test_siblings_share_a_prompt(make: EngineMaker, engine: NativeEngine) -> Non
         assert_same(c, b)
 
 
+def test_a_later_process_goes_on_from_the_store(make: EngineMaker, engine: NativeEngine, tmp_path: Path) -> None:
+    """States lie in the store's files beside the KV of the same sample."""
+    groups = [group("a", prompt(40), n=2, max_tokens=14), group("b", prompt(9, 1), max_tokens=10)]
+    want = {s.id: s for s in generate(engine, *copy.deepcopy(groups))}
+    with Rollout(make(), strategy=TokenBudget(4, per="sample"), store=tmp_path) as rollout:
+        rollout.submit(groups)
+        rollout.collect()
+    with Rollout(make(), store=tmp_path) as rollout:
+        rollout.collect(wait=True)
+        got = [s for d in rollout.store.deliveries(after=0) for g in d.groups for s in g.samples]
+        rollout.store.check_integrity()
+    assert {s.id for s in got} == want.keys()
+    for sample in got:
+        assert_same(sample, want[sample.id])
+        assert [segment.kv for segment in sample.segments] == ["computed", "restored"]
+
+
 def test_two_threads_and_one(make: EngineMaker) -> None:
     present = torch.get_num_threads(), numba.get_num_threads()
     try:
@@ -324,6 +343,8 @@ def test_unknown_layers_are_refused(make_engine: EngineMaker) -> None:
     activation.model.layers[0].linear_attn.activation = "gelu"
     with pytest.raises(UnsupportedModel, match="Qwen3NextGatedDeltaNet with activation gelu; not supported"):
         make_engine(activation)
+    with pytest.raises(ValueError, match="drafter: the model has layers with a recurrent or convolutional state"):
+        make_engine(make_model("lfm2")).use_drafter("ngram")
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(UnsupportedModel):
         make_engine(mamba)
