@@ -31,6 +31,7 @@ from longtail.partial_rollout.engines.native import loader
 from longtail.partial_rollout.engines.native.admission import Admission
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 from longtail.partial_rollout.engines.native.config import NativeConfig
+from longtail.partial_rollout.engines.native.decoder import weights_of
 from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_end, check_sample
 from longtail.partial_rollout.engines.native.scheduler import Scheduled, Scheduler
 from longtail.sample import FinishReason, Sample
@@ -76,7 +77,7 @@ class NativeEngine:
             numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
         loaded, self._source = loader.load_model(model)
         self._tokenizer = tokenizer
-        weights = {k: p.detach() for k, p in loaded.named_parameters()}
+        weights = weights_of(loaded)
         self.decoder, self.row_rule = loader.build_decoder(
             loaded, config.numerics, fused=config.fused, block_size=config.block_size
         )

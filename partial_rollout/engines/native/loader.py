@@ -22,6 +22,7 @@ from longtail.partial_rollout.engines.native.decoder import (
     linear_shapes,
 )
 from longtail.partial_rollout.engines.native.interface import InterfaceDecoder
+from longtail.partial_rollout.engines.native.moe import matmul_shapes
 from longtail.partial_rollout.engines.native.numerics import Numerics, row_rule
 from longtail.version import Fingerprint
 
@@ -103,16 +104,18 @@ def build_decoder(
     asked for and this machine's arithmetic is not independent of the batch.
     """
     spec = _spec(model)
+    model.set_experts_implementation("eager")  # the library's others take some sizes only
     # Beyond the smallest window, or a wrong one would not be seen.
     smallest = min((window for window in spec.windows if 0 < window <= PROBED_WINDOW), default=0)
     n = max(11, min(11 + smallest, spec.max_positions))
     ids = torch.randint(0, spec.vocab_size, (n,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
-    rule = row_rule(numerics, linear_shapes(model))
+    exact = numerics == "exact"
+    rule = row_rule(numerics, linear_shapes(model) | matmul_shapes(model))
     use_fused = FusedDecoder.supports(model) if fused is None else fused
     decoder: Decoder
-    decoder = FusedDecoder(model, spec, rule.backend) if use_fused else InterfaceDecoder(model, spec, rule.backend)
+    decoder = FusedDecoder(model, spec, rule.backend) if use_fused else InterfaceDecoder(model, spec, rule, exact)
     probe = _Probe(decoder, rule, block_size)
     try:
         got = probe.run([(ids.tolist(), [n - 4, 1, 3])])[0]
@@ -126,7 +129,7 @@ def build_decoder(
             f"model: the native engine computes other logits than {type(model).__name__} itself "
             f"(difference {error:.3g}); this architecture is not supported"
         )
-    if numerics == "exact":
+    if exact:
         whole = probe.run([(ids.tolist(), [n])])[0]
         mixed = probe.run([(ids.flip(0).tolist(), [4, n - 4]), (ids.tolist(), [n - 1, 1]), (ids[:5].tolist(), [5])])[1]
         if not (torch.equal(whole, got) and torch.equal(whole, mixed)):
