@@ -17,7 +17,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("size", [1, 2, 7, 16, 33, 257])
 def test_softmax_is_the_reference(size: int) -> None:
     x = randn(3, 5, size) * 8
-    torch.testing.assert_close(softmax(x), softmax_reference(x.double()).float(), rtol=2e-6, atol=1e-37)
+    torch.testing.assert_close(softmax(x), softmax_reference(x.double()).float(), rtol=5e-6, atol=1e-37)
 
 
 def test_softmax_by_hand() -> None:
