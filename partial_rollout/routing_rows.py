@@ -71,7 +71,7 @@ def load(connection: sqlite3.Connection, where: str, values: Sequence[Any]) -> d
         routed = loaded.setdefault(row, RoutedExperts(part.layers, part.top_k))
         same = (part.layers, part.top_k) == (routed.layers, routed.top_k)
         if same and len(routed) == start and checksum_of(start, layers, top_k, data) == checksum:
-            routed.write(start, bytes(part.data), keep=True)
+            routed.extend(part.data)
     return loaded
 
 

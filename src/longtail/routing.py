@@ -39,15 +39,11 @@ class RoutedExperts:
         """Positions."""
         return len(self.data) // self.row_bytes
 
-    def write(self, start: int, rows: bytes, *, keep: bool) -> None:
-        """rows: of positions from `start` on, which follow or overlap those that are there. keep: positions that are
-        there stay as they are; else everything from `start` on is replaced."""
-        have = len(self)
-        assert start <= have, f"rows {have} to {start} are missing"
-        if keep:
-            self.data += rows[(have - start) * self.row_bytes :]
-        else:
-            self.data[start * self.row_bytes :] = rows
+    def extend(self, rows: bytes | bytearray) -> None:
+        """rows: of the next positions. ValueError if they are no whole rows."""
+        if len(rows) % self.row_bytes:
+            raise ValueError(f"routed_experts: {len(rows)} bytes are no rows of {self.row_bytes}")
+        self.data += rows
 
     def truncate(self, positions: int) -> None:
         """Forgets the rows of later positions."""

@@ -19,7 +19,7 @@ def route(sample: Sample) -> None:
         sample.routed_experts = RoutedExperts(LAYERS, TOP_K)
     start = positions(sample)
     rows = np.arange(start, sample.num_tokens - 1)[:, None, None] + 100 * sample.index
-    sample.routed_experts.write(start, (rows + np.zeros((1, LAYERS, TOP_K))).astype(np.int16).tobytes(), keep=True)
+    sample.routed_experts.extend((rows + np.zeros((1, LAYERS, TOP_K))).astype(np.int16).tobytes())
 
 
 def positions(sample: Sample) -> int:
