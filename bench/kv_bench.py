@@ -92,7 +92,7 @@ def copy_rows(config: KVBenchConfig, progress: Callable[[str], None]) -> list[di
     from longtail.kv_manager.tiers import Tiers
 
     kv, sequences = filled(config)
-    nbytes = sum(len(seq.block_table) for seq in sequences) * kv.bytes_per_block
+    nbytes = sum(len(seq.block_tables[0]) for seq in sequences) * kv.bytes_per_block
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -146,20 +146,18 @@ def filled(config: KVBenchConfig) -> tuple[KVManager, list[Sequence]]:
     """A cache full of numbers, the blocks of the sequences mixed as they are after a while of serving."""
     import torch
 
+    from longtail.kv_manager.layout import Layout
     from longtail.kv_manager.manager import KVManager
 
     lengths = config.lengths
     kv = KVManager(
-        sum(-(-n // config.block_size) for n in lengths),
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        block_size=config.block_size,
-        head_dim=config.head_dim,
+        [Layout("kv", config.layers, config.kv_heads, config.block_size, config.head_dim)],
+        [sum(-(-n // config.block_size) for n in lengths)],
         fingerprint=Fingerprint("bench"),
         prefix_caching=False,
     )
-    noise = torch.randn(kv.kv[0].shape)
-    for i, block in enumerate(kv.kv):
+    noise = torch.randn(kv.groups[0].cache[0].shape)
+    for i, block in enumerate(kv.groups[0].cache):
         torch.add(noise, i, out=block)
     sequences = []
     for i, n in enumerate(lengths):
@@ -180,13 +178,13 @@ def copier(kv: KVManager, sequences: list[Sequence]) -> Callable[[], None]:
     """Copies as many bytes as the sequences hold, one sequence at a time, to memory that is in use."""
     import torch
 
-    counts = [len(seq.block_table) for seq in sequences]
-    target = torch.ones(max(counts), *kv.kv.shape[1:])
+    counts = [len(seq.block_tables[0]) for seq in sequences]
+    target = torch.ones(max(counts), *kv.groups[0].cache.shape[1:])
 
     def work() -> None:
         first = 0
         for count in counts:
-            target[:count].copy_(kv.kv[first : first + count])
+            target[:count].copy_(kv.groups[0].cache[first : first + count])
             first += count
 
     return work
@@ -204,7 +202,8 @@ def save_all(kv: KVManager, sequences: list[Sequence]) -> list[Snapshot]:
 def restore_all(
     kv: KVManager, sequences: list[Sequence], snapshots: list[Snapshot], timed: Callable[..., Any], name: str
 ) -> None:
-    before = [kv.kv[seq.block_table[-1]].clone() for seq in sequences]
+    cache = kv.groups[0].cache
+    before = [cache[seq.block_tables[0][-1]].clone() for seq in sequences]
     for seq in sequences:
         kv.release(seq)
         kv.attach(seq)
@@ -215,7 +214,7 @@ def restore_all(
                 raise BenchFailed("the cache is too small")
 
     timed(name, work)
-    if not all((kv.kv[seq.block_table[-1]] == last).all() for seq, last in zip(sequences, before, strict=True)):
+    if not all((cache[seq.block_tables[0][-1]] == last).all() for seq, last in zip(sequences, before, strict=True)):
         raise BenchFailed("what was restored is not what was saved")
 
 

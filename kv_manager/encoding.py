@@ -12,32 +12,39 @@ from typing import Literal
 
 import torch
 
+from longtail.kv_manager.layout import Layout
+
 Encoding = Literal["exact", "int8"]
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def encoded_shapes(blocks: int, layout: tuple[int, ...], dtype: torch.dtype, encoding: Encoding) -> Shapes:
-    """The tensors that a run of blocks becomes. layout: (layers, kv heads, block size, head dim)."""
-    layers, kv_heads, block_size, dim = layout
-    shape = (blocks, layers, 2, kv_heads, block_size * dim)
+def encoding_of(layout: Layout, wanted: Encoding) -> Encoding:
+    """Latents are compressed already, experts are numbers, and a state is small and remembers every error: they are
+    saved as they are."""
+    return wanted if layout.kind == "kv" else "exact"
+
+
+def encoded_shapes(blocks: int, layout: Layout, dtype: torch.dtype, encoding: Encoding) -> Shapes:
+    """The tensors that a run of blocks becomes."""
+    shape = (blocks, *layout.block_shape)
     if encoding == "exact":
-        return {"kv": (dtype, shape)}
-    return {"scales": (torch.float32, (*shape[:-1], block_size)), "codes": (torch.int8, shape)}
+        return {layout.kind: (dtype, shape)}
+    return {"scales": (torch.float32, (*shape[:-1], layout.block_size)), "codes": (torch.int8, shape)}
 
 
-def encode(kv: torch.Tensor, blocks: list[int], layout: tuple[int, ...], out: Mapping[str, torch.Tensor]) -> None:
-    """Copies blocks of the cache [num blocks, layers, 2, kv heads, block size * head dim] (CPU layout, kernels/kv.py)
-    into tensors of `encoded_shapes`."""
-    if "kv" in out and kv.is_cpu:
-        source, target = (t.flatten(1).view(torch.uint8).numpy() for t in (kv, out["kv"]))
+def encode(kv: torch.Tensor, blocks: list[int], layout: Layout, out: Mapping[str, torch.Tensor]) -> None:
+    """Copies blocks of a cache [num blocks, *layout.block_shape] into tensors of `encoded_shapes`."""
+    exact = out.get(layout.kind)
+    if exact is not None and kv.is_cpu:
+        source, target = (t.flatten(1).view(torch.uint8).numpy() for t in (kv, exact))
         for i, block in enumerate(blocks):  # numpy moves a block with memcpy, nearly twice as fast as index_select
             target[i] = source[block]
         return
     index = torch.tensor(blocks, dtype=torch.long, device=kv.device)
-    if "kv" in out:
-        out["kv"].copy_(kv.index_select(0, index))
+    if exact is not None:
+        exact.copy_(kv.index_select(0, index))
         return
-    _, _, block_size, dim = layout
+    block_size, dim = layout.block_size, layout.dim
     data = kv.index_select(0, index).cpu().float()
     keys = data[:, :, 0].unflatten(-1, (dim, block_size))
     values = data[:, :, 1].unflatten(-1, (block_size, dim))
@@ -48,11 +55,11 @@ def encode(kv: torch.Tensor, blocks: list[int], layout: tuple[int, ...], out: Ma
     codes[:, :, 1] = (values / steps[:, :, 1, :, :, None]).round_().flatten(-2)
 
 
-def decode(tensors: Mapping[str, torch.Tensor], layout: tuple[int, ...], low: int, high: int) -> torch.Tensor:
-    """Blocks low .. high-1 of a run, in the CPU layout."""
-    if "kv" in tensors:
-        return tensors["kv"][low:high]
-    _, _, block_size, dim = layout
+def decode(tensors: Mapping[str, torch.Tensor], layout: Layout, low: int, high: int) -> torch.Tensor:
+    """Blocks low .. high-1 of a run, as they lie in the cache."""
+    if layout.kind in tensors:
+        return tensors[layout.kind][low:high]
+    block_size, dim = layout.block_size, layout.dim
     codes, scales = tensors["codes"][low:high], tensors["scales"][low:high]
     data = torch.empty(codes.shape)
     data[:, :, 0] = (codes[:, :, 0].unflatten(-1, (dim, block_size)) * scales[:, :, 0, :, None, :]).flatten(-2)

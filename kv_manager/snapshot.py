@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtail.errors import SnapshotCorrupt, SnapshotMismatch
+from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.part_name import is_part_name
 from longtail.kv_manager.snapshot_file import PartHeader
 from longtail.version import Fingerprint
@@ -25,13 +26,14 @@ def token_digest(token_ids: Sequence[int]) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """KV of the first `num_tokens` tokens of a sample, in parts that lie one after the other from block 0 on."""
+    """What the model's layers keep of the first `num_tokens` tokens of a sample. The parts are in order of the groups
+    of layers; those of a group lie one after the other, from the first block that the group needs on."""
 
     sample_id: str
     fingerprint: Fingerprint
     """Of the weights that made the KV."""
-    layout: tuple[int, ...]
-    """(layers, kv heads, block size, head dim): the cache it came from."""
+    layouts: tuple[Layout, ...]
+    """Of the model's groups of layers."""
     num_tokens: int
     """KV positions it holds."""
     digest: bytes
@@ -68,30 +70,37 @@ class Snapshot:
         for part in self.parts:
             part.keep()
 
-    def check(self, sample_id: str, token_ids: Sequence[int], layout: tuple[int, ...], dtype: str) -> None:
-        """Raises SnapshotMismatch unless this is the KV of the first `num_tokens` of these tokens in this layout, and
+    def check(self, sample_id: str, token_ids: Sequence[int], layouts: tuple[Layout, ...], dtype: str) -> None:
+        """Raises SnapshotMismatch unless this is the KV of the first `num_tokens` of these tokens in these layouts, and
         every part is what it is said to be. The caller, who may have chosen to keep older KV, compares `fingerprint`
         with the present weights."""
         if self.sample_id != sample_id:
             raise SnapshotMismatch(f"snapshot of sample {self.sample_id} offered to sample {sample_id}")
-        if self.layout != layout:
-            raise SnapshotMismatch(f"snapshot of {sample_id} has layout {self.layout}, the cache has {layout}")
+        if self.layouts != layouts:
+            raise SnapshotMismatch(f"snapshot of {sample_id} has layout {self.layouts}, the cache has {layouts}")
         if self.num_tokens > len(token_ids) or token_digest(token_ids[: self.num_tokens]) != self.digest:
             raise SnapshotMismatch(f"snapshot of {sample_id} covers other tokens than the sample holds")
-        block = 0
         for header in (part.header for part in self.parts):
-            if (header.fingerprint, header.layout, header.dtype) != (self.fingerprint, layout, dtype):
+            if (header.fingerprint, header.dtype) != (self.fingerprint, dtype) or not (
+                header.group < len(layouts) and header.layout == layouts[header.group]
+            ):
                 raise SnapshotMismatch(f"snapshot of {sample_id} has a part of other weights or of another cache")
             if header.sample_id not in ("", sample_id):
                 raise SnapshotMismatch(f"snapshot of {sample_id} has a part of sample {header.sample_id}")
             held = token_ids[: header.num_tokens]
             if len(held) < header.num_tokens or token_digest(held).hex() != header.digest:
                 raise SnapshotMismatch(f"snapshot of {sample_id} has a part of other tokens")
-            if header.first_block != block:
-                raise SnapshotMismatch(f"snapshot of {sample_id} has parts that do not lie one after the other")
-            block = header.last_block
-        if not self.parts or self.parts[-1].header.num_tokens < self.num_tokens:
-            raise SnapshotMismatch(f"snapshot of {sample_id} does not hold its {self.num_tokens} tokens")
+        for group, layout in enumerate(layouts):
+            headers = [part.header for part in self.parts if part.header.group == group]
+            block = layout.first_kept(self.num_tokens)
+            for header in headers:
+                if header.first_block != block:
+                    raise SnapshotMismatch(f"snapshot of {sample_id} has parts that do not lie one after the other")
+                block = header.last_block
+            # A state is that of one position.
+            enough = headers and headers[-1].num_tokens >= self.num_tokens
+            if not enough or (layout.kind == "state" and headers[-1].num_tokens != self.num_tokens):
+                raise SnapshotMismatch(f"snapshot of {sample_id} does not hold its {self.num_tokens} tokens")
 
     def to_record(self) -> dict[str, Any]:
         """What finds it again in a later process, as JSON can say it. It must be durable."""
@@ -101,7 +110,7 @@ class Snapshot:
             parts.append({"file": part.file.name, "header": dataclasses.asdict(part.header)})
         return {
             "fingerprint": self.fingerprint,
-            "layout": self.layout,
+            "layouts": self.layouts,
             "num_tokens": self.num_tokens,
             "digest": self.digest.hex(),
             "parts": parts,
@@ -117,12 +126,15 @@ class Snapshot:
                 if not is_part_name(part["file"]):
                     raise SnapshotCorrupt(f"{part['file']!r} is not the name of a KV file")
                 parts.append(tiers.adopt(PartHeader.from_record(part["header"]), directory / part["file"]))
-            fingerprint, layout, num_tokens = record["fingerprint"], tuple(record["layout"]), record["num_tokens"]
+            fingerprint, num_tokens = record["fingerprint"], record["num_tokens"]
+            layouts = tuple(Layout(*layout) for layout in record["layouts"])
             if not isinstance(fingerprint, str) or type(num_tokens) is not int:
                 raise TypeError("fingerprint or num_tokens")
+            if not all(layout.is_valid for layout in layouts):
+                raise TypeError("layouts")
             digest = bytes.fromhex(record["digest"])
         except SnapshotCorrupt as error:
             raise SnapshotCorrupt(f"snapshot of {sample_id}: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise SnapshotCorrupt(f"snapshot of {sample_id}: its record is damaged ({error!r})") from error
-        return cls(sample_id, Fingerprint(fingerprint), layout, num_tokens, digest, tuple(parts))
+        return cls(sample_id, Fingerprint(fingerprint), layouts, num_tokens, digest, tuple(parts))

@@ -31,10 +31,11 @@ import torch
 
 from longtail.errors import SnapshotCorrupt
 from longtail.kv_manager.encoding import Encoding, Shapes, encoded_shapes
+from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.part_name import TEMPORARY, is_part_name
 from longtail.version import Fingerprint
 
-FORMAT = 1
+FORMAT = 2
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8"}
 _NO_CHECKSUM = "0" * 8
@@ -50,13 +51,15 @@ class PartHeader:
     """Whose it is; empty if the samples of a group share it."""
     fingerprint: Fingerprint
     """Of the weights and the arithmetic that made it."""
-    layout: tuple[int, ...]
-    """(layers, kv heads, block size, head dim) of the cache."""
+    group: int
+    """Of layers: its place among the model's."""
+    layout: Layout
     dtype: str
     """Of the cache, as torch names it without "torch."."""
     first_block: int
-    """Of the sequence."""
+    """Of the sequence; state: 0."""
     num_blocks: int
+    """state: 1, the slot."""
     num_tokens: int
     """Of the sequence, up to the last one that it holds."""
     digest: str
@@ -66,15 +69,15 @@ class PartHeader:
 
     def __post_init__(self) -> None:
         layout = self.layout
-        whole = (self.first_block, self.num_blocks, self.num_tokens, *(layout if isinstance(layout, tuple) else ()))
+        whole = (self.group, self.first_block, self.num_blocks, self.num_tokens)
         if not (
             isinstance(self.sample_id, str)
             and isinstance(self.fingerprint, str)
-            and isinstance(layout, tuple)
-            and len(layout) == 4
+            and isinstance(layout, Layout)
+            and layout.is_valid
             and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 40 for n in whole)
-            and min(self.num_blocks, self.num_tokens, *layout) > 0
-            and (self.last_block - 1) * layout[2] < self.num_tokens <= self.last_block * layout[2]
+            and min(self.num_blocks, self.num_tokens) > 0
+            and self._blocks_fit
             and isinstance(self.dtype, str)
             and self.dtype in _DTYPES
             and isinstance(self.digest, str)
@@ -82,6 +85,14 @@ class PartHeader:
             and self.encoding in get_args(Encoding)
         ):
             raise SnapshotCorrupt(f"not the header of saved KV: {self}")
+
+    @property
+    def _blocks_fit(self) -> bool:
+        """Whether its last token lies in its last block."""
+        if self.layout.kind == "state":
+            return (self.first_block, self.num_blocks) == (0, 1)
+        size = self.layout.block_size
+        return (self.last_block - 1) * size < self.num_tokens <= self.last_block * size
 
     @property
     def last_block(self) -> int:
@@ -103,7 +114,7 @@ class PartHeader:
         """From a dict as JSON gives it back. SnapshotCorrupt if it is not the record of a header."""
         try:
             fields = dict(record)
-            return cls(**fields | {"layout": tuple(fields["layout"])})
+            return cls(**fields | {"layout": Layout(*fields["layout"])})
         except (KeyError, TypeError, ValueError) as error:
             raise SnapshotCorrupt(f"not the header of saved KV ({error!r}): {record!r:.500}") from error
 

@@ -287,7 +287,7 @@ def _check(database: Database, sample_id: str, text: bytes, whole: dict[str, Par
         raise SnapshotMismatch("it is finished, and its row still names saved KV")
     header = snapshot.parts[0].header if snapshot.parts else None
     known = [*sample.prompt_ids, *sample.output_ids]
-    snapshot.check(sample_id, known, snapshot.layout, "" if header is None else header.dtype)
+    snapshot.check(sample_id, known, snapshot.layouts, "" if header is None else header.dtype)
 
 
 def unnamed(database: Database) -> list[Path]:

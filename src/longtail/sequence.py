@@ -2,7 +2,7 @@
 
     |<-------------- num_tokens (known) -------------->|
     |<--- num_computed_tokens --->|<- to be computed ->|
-    | KV is in the block table    | next forward passes|
+    | KV is in the block tables   | next forward passes|
 
 The scheduler's only rule is to bring computed up to known. A fresh sample (computed 0, known = prompt), a resumed one
 (computed from a snapshot), a preempted one (computed fell back) and one with drafts are the same case.
@@ -17,11 +17,12 @@ from longtail.sample import KVSource, Sample
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """Owned by the engine's scheduler; `block_table` by the KV manager."""
+    """Owned by the engine's scheduler; `block_tables` by the KV manager."""
 
     sample: Sample
     num_computed_tokens: int = 0
-    block_table: list[int] = dataclasses.field(default_factory=list)
+    block_tables: list[list[int]] = dataclasses.field(default_factory=list)
+    """One per group of layers; empty while the sequence holds no blocks."""
     kv: KVSource = "computed"
     """Source that the next tokens' segment records."""
     admitted_at: float | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from longtail.kernels.kv import store_kv
+from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.manager import KVManager
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
@@ -20,12 +21,12 @@ from longtail.sequence import Sequence
 from longtail.version import Fingerprint
 
 LAYERS, HEADS, SIZE, DIM = 2, 2, 16, 4
+LAYOUT = Layout("kv", LAYERS, HEADS, SIZE, DIM)
 A, B = Fingerprint("A"), Fingerprint("B")
 
 
 def make_kv(num_blocks: int = 8, **fields: Any) -> KVManager:
-    known: dict[str, Any] = {"layers": LAYERS, "kv_heads": HEADS, "block_size": SIZE, "head_dim": DIM, "fingerprint": A}
-    return KVManager(num_blocks, **(known | fields))
+    return KVManager([LAYOUT], [num_blocks], **({"fingerprint": A} | fields))
 
 
 def make_seq(prompt: list[int], output: list[int] | None = None, name: str = "g/0") -> Sequence:
@@ -40,7 +41,7 @@ def write(kv: KVManager, seq: Sequence, start: int, stop: int, base: float = 0.0
     slots = torch.tensor(kv.slots(seq, start, stop))
     numbers = (base + torch.arange(start, stop).float())[:, None, None].expand(-1, HEADS, DIM)
     for layer in range(LAYERS):
-        store_kv(numbers, numbers + 0.5, kv.kv, layer, slots, SIZE)
+        store_kv(numbers, numbers + 0.5, kv.groups[0].cache, layer, slots, SIZE)
 
 
 def read(kv: KVManager, seq: Sequence, stop: int | None = None) -> list[float]:
@@ -48,8 +49,8 @@ def read(kv: KVManager, seq: Sequence, stop: int | None = None) -> list[float]:
     found = []
     for slot in kv.slots(seq, 0, seq.num_computed_tokens if stop is None else stop):
         block, offset = divmod(slot, SIZE)
-        k = kv.kv[block, :, 0].view(LAYERS, HEADS, DIM, SIZE)[..., offset]
-        v = kv.kv[block, :, 1].view(LAYERS, HEADS, SIZE, DIM)[:, :, offset]
+        k = kv.groups[0].cache[block, :, 0].view(LAYERS, HEADS, DIM, SIZE)[..., offset]
+        v = kv.groups[0].cache[block, :, 1].view(LAYERS, HEADS, SIZE, DIM)[:, :, offset]
         assert k.unique().numel() == 1
         assert torch.equal(k + 0.5, v)
         found.append(k.flatten()[0].item())
@@ -57,17 +58,11 @@ def read(kv: KVManager, seq: Sequence, stop: int | None = None) -> list[float]:
 
 
 def compute(kv: KVManager, seq: Sequence, upto: int | None = None, base: float = 0.0) -> None:
-    """What the engine does: reserve, forward, advance, commit; the prompt when it is complete."""
+    """What the engine does: reserve, forward, advance."""
     stop = seq.num_tokens if upto is None else upto
-    prompt = len(seq.sample.prompt_ids)
     assert kv.reserve(seq, stop)
-    had_prompt = seq.num_computed_tokens >= prompt - 1
     write(kv, seq, seq.num_computed_tokens, stop, base)
-    seq.num_computed_tokens = stop
-    if not had_prompt and stop >= prompt - 1:
-        kv.commit_prompt(seq)
-    else:
-        kv.commit(seq)
+    kv.advance(seq, stop - seq.num_computed_tokens)
 
 
 def start(kv: KVManager, seq: Sequence, upto: int | None = None, base: float = 0.0) -> Sequence:
@@ -82,16 +77,16 @@ def numbers(*spans: tuple[int, int, float]) -> list[float]:
 
 def state(kv: KVManager, *seqs: Sequence) -> Any:
     """Everything that an operation without effect must leave alone."""
-    pool = kv.pool
+    pool = kv.groups[0].pool
     return (
         list(pool.ref_counts),
         list(pool._free_plain),
         list(pool._free_cached),
         dict(pool._block_of),
         {block: dict(keys) for block, keys in pool._keys_of.items()},
-        [(list(seq.block_table), seq.num_computed_tokens) for seq in seqs],
+        [(list(seq.block_tables[0]), seq.num_computed_tokens) for seq in seqs],
         {seq: list(hashes) for seq, hashes in kv._hashes.items()},
-        kv.kv.numpy().tobytes(),
+        kv.groups[0].cache.numpy().tobytes(),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from tests.kv_manager.conftest import PROMPT, SIZE, compute, make_kv, make_seq, numbers, read, start, state, write
 
-from longtail.kv_manager.manager import KVManager, blocks_for
+from longtail.kv_manager.manager import KVManager
 from longtail.sequence import Sequence
 
 # ---- attach
@@ -16,12 +16,12 @@ from longtail.sequence import Sequence
 def test_attach_finds_full_blocks_and_the_siblings_partial_tail() -> None:
     kv = make_kv()
     first = start(kv, make_seq(PROMPT))
-    assert first.block_table == [0, 1, 2]
+    assert first.block_tables[0] == [0, 1, 2]
     second = make_seq(PROMPT, name="g/1")
     kv.attach(second)
-    assert second.block_table == [0, 1, 2]
+    assert second.block_tables[0] == [0, 1, 2]
     assert second.num_computed_tokens == 39  # the last token's logits are needed
-    assert kv.pool.ref_counts[:4] == [2, 2, 2, 0]
+    assert kv.groups[0].pool.ref_counts[:4] == [2, 2, 2, 0]
     assert read(kv, second) == numbers((0, 39, 0))
     kv.check_integrity([first, second])
 
@@ -34,7 +34,7 @@ def test_attach_finds_nothing_before_it_is_committed() -> None:
     write(kv, first, 0, 40)
     first.num_computed_tokens = 40
     kv.attach(second)
-    assert (second.block_table, second.num_computed_tokens) == ([], 0)
+    assert (second.block_tables[0], second.num_computed_tokens) == ([], 0)
 
 
 def test_without_commit_prompt_only_full_blocks_are_found() -> None:
@@ -45,7 +45,7 @@ def test_without_commit_prompt_only_full_blocks_are_found() -> None:
     first.num_computed_tokens = 40
     kv.commit(first)
     kv.attach(second)
-    assert (second.block_table, second.num_computed_tokens) == ([0, 1], 32)
+    assert (second.block_tables[0], second.num_computed_tokens) == ([0, 1], 32)
 
 
 def test_commit_prompt_before_the_prompt_is_computed_offers_no_tail() -> None:
@@ -84,7 +84,7 @@ def test_attach_finds_the_longest_prefix(prompt: list[int], found: int) -> None:
     seq = make_seq(prompt, name="g/1")
     kv.attach(seq)
     assert seq.num_computed_tokens == found
-    assert len(seq.block_table) == -(-found // SIZE)
+    assert len(seq.block_tables[0]) == -(-found // SIZE)
     assert read(kv, seq) == numbers((0, found, 0))
 
 
@@ -105,13 +105,13 @@ def test_attach_finds_output_tokens_of_full_blocks() -> None:
     kv.release(first)
     second = make_seq(PROMPT, [1] * 10)
     kv.attach(second)
-    assert (second.num_computed_tokens, second.block_table) == (48, [0, 1, 2])
+    assert (second.num_computed_tokens, second.block_tables[0]) == (48, [0, 1, 2])
 
 
 def test_attach_takes_no_memory_that_is_not_cached() -> None:
     kv = make_kv(3)
     first = start(kv, make_seq(PROMPT))
-    assert kv.pool.num_free == 0
+    assert kv.groups[0].pool.num_free == 0
     second = make_seq(PROMPT, name="g/1")
     kv.attach(second)
     assert second.num_computed_tokens == 39
@@ -131,9 +131,9 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     start(kv, make_seq(PROMPT))
     second = make_seq(PROMPT, name="g/1")
     kv.attach(second)
-    assert (second.block_table, second.num_computed_tokens) == ([], 0)
+    assert (second.block_tables[0], second.num_computed_tokens) == ([], 0)
     start(kv, make_seq(PROMPT, name="g/2"))
-    assert kv.pool.num_free == 2
+    assert kv.groups[0].pool.num_free == 2
 
 
 # ---- reserve
@@ -144,13 +144,13 @@ def test_reserve_takes_blocks_for_the_positions_asked() -> None:
     seq = make_seq(PROMPT)
     kv.attach(seq)
     assert kv.reserve(seq, 16)
-    assert seq.block_table == [0]
+    assert seq.block_tables[0] == [0]
     assert kv.reserve(seq, 16)
-    assert seq.block_table == [0]
+    assert seq.block_tables[0] == [0]
     assert kv.reserve(seq, 17)
-    assert seq.block_table == [0, 1]
+    assert seq.block_tables[0] == [0, 1]
     assert kv.reserve(seq, 5)  # already there
-    assert seq.block_table == [0, 1]
+    assert seq.block_tables[0] == [0, 1]
     assert kv.slots(seq, 14, 18) == [14, 15, 16, 17]
 
 
@@ -160,13 +160,13 @@ def test_copy_on_write_keeps_the_siblings_data() -> None:
     second = make_seq(PROMPT, name="g/1")
     kv.attach(second)
     assert kv.reserve(second, 40)
-    assert second.block_table == [0, 1, 3]  # the full blocks are shared, the one to be written is a copy
+    assert second.block_tables[0] == [0, 1, 3]  # the full blocks are shared, the one to be written is a copy
     assert read(kv, second) == numbers((0, 39, 0))  # with its content
     write(kv, second, 39, 40, base=1000)
     second.num_computed_tokens = 40
     assert read(kv, first) == numbers((0, 40, 0))
     assert read(kv, second) == numbers((0, 39, 0), (39, 40, 1000))
-    assert kv.pool.ref_counts[:4] == [2, 2, 1, 1]
+    assert kv.groups[0].pool.ref_counts[:4] == [2, 2, 1, 1]
     kv.check_integrity([first, second])
 
 
@@ -177,10 +177,10 @@ def test_the_owner_copies_too_when_a_sibling_holds_its_tail() -> None:
     second = make_seq(PROMPT, name="g/1")
     kv.attach(second)
     compute(kv, first, base=1000)
-    assert first.block_table == [0, 1, 3]
-    assert second.block_table == [0, 1, 2]
+    assert first.block_tables[0] == [0, 1, 3]
+    assert second.block_tables[0] == [0, 1, 2]
     compute(kv, second, base=2000)
-    assert second.block_table == [0, 1, 2]
+    assert second.block_tables[0] == [0, 1, 2]
     assert read(kv, first) == numbers((0, 40, 0), (40, 41, 1000))
     assert read(kv, second) == numbers((0, 39, 0), (39, 40, 2000))
     kv.check_integrity([first, second])
@@ -195,7 +195,7 @@ def test_reserve_that_fails_changes_nothing() -> None:
     assert not kv.reserve(second, 70)  # three blocks more, one is free
     assert state(kv, first, second) == before
     assert kv.reserve(second, 48)
-    assert second.block_table == [0, 1, 3]
+    assert second.block_tables[0] == [0, 1, 3]
 
 
 def test_reserve_that_lacks_only_the_copy_changes_nothing() -> None:
@@ -225,10 +225,10 @@ def test_a_block_found_by_its_tail_and_written_does_not_keep_the_promise_of_its_
 
     second = make_seq(prompt, name="g/1")
     kv.attach(second)
-    assert (second.num_computed_tokens, second.block_table) == (20, [0, 1])
+    assert (second.num_computed_tokens, second.block_tables[0]) == (20, [0, 1])
     second.token_ids += theirs
     compute(kv, second, base=1000)
-    assert second.block_table == [0, 1, 3]  # written in place, not copied
+    assert second.block_tables[0] == [0, 1, 3]  # written in place, not copied
 
     third = make_seq(prompt, ours, name="g/2")
     kv.attach(third)
@@ -292,14 +292,14 @@ def test_drafts_that_are_rejected_leave_no_trace_in_the_index() -> None:
 def test_released_blocks_stay_findable_until_their_memory_is_needed() -> None:
     kv = make_kv(4)
     kv.release(start(kv, make_seq(PROMPT)))
-    assert kv.pool.num_free == 4
+    assert kv.groups[0].pool.num_free == 4
     kv.check_integrity([])
     again = make_seq(PROMPT)
     kv.attach(again)
     assert again.num_computed_tokens == 39
     kv.release(again)
     other = start(kv, make_seq([7] * 33, name="h/0"))  # takes block 3, then the deepest ones: 2, 1
-    assert other.block_table == [3, 2, 1]
+    assert other.block_tables[0] == [3, 2, 1]
     kv.attach(again)
     assert again.num_computed_tokens == 16
     assert read(kv, again) == numbers((0, 16, 0))
@@ -309,23 +309,23 @@ def test_release_forgets_the_sequence() -> None:
     kv = make_kv()
     seq = start(kv, make_seq(PROMPT))
     kv.release(seq)
-    assert (seq.block_table, seq.num_computed_tokens) == ([], 0)
+    assert (seq.block_tables, seq.num_computed_tokens) == ([], 0)
     kv.attach(seq)  # may come back
     assert seq.num_computed_tokens == 39
 
 
-# ---- check_integrity, blocks_for
+# ---- check_integrity
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(lambda kv, seq: seq.block_table.pop(), id="a table lost a block"),
-        pytest.param(lambda kv, seq: seq.block_table.append(5), id="a block that is not held"),
+        pytest.param(lambda kv, seq: seq.block_tables[0].pop(), id="a table lost a block"),
+        pytest.param(lambda kv, seq: seq.block_tables[0].append(5), id="a block that is not held"),
         pytest.param(lambda kv, seq: setattr(seq, "num_computed_tokens", 41), id="computed beyond known"),
         pytest.param(lambda kv, seq: kv._hashes.pop(seq), id="a holder unknown"),
         pytest.param(lambda kv, seq: kv._hashes.__setitem__(make_seq([1]), []), id="a holder that does not run"),
-        pytest.param(lambda kv, seq: kv.pool.ref_counts.__setitem__(0, 0), id="a reference lost"),
+        pytest.param(lambda kv, seq: kv.groups[0].pool.ref_counts.__setitem__(0, 0), id="a reference lost"),
     ],
 )
 def test_check_integrity_catches(fault: Callable[[KVManager, Sequence], object]) -> None:
@@ -344,11 +344,3 @@ def test_check_integrity_wants_a_block_for_every_computed_position() -> None:
     seq.num_computed_tokens = 1
     with pytest.raises(AssertionError, match="g/0"):
         kv.check_integrity([seq])
-
-
-def test_blocks_for() -> None:
-    """A block of 2 layers x 2 x 2 heads x 16 x 4 floats is 2,048 bytes."""
-    assert blocks_for(2048 * 3, (2, 2, 16, 4)) == 3
-    assert blocks_for(2048 * 3 - 1, (2, 2, 16, 4)) == 2
-    assert blocks_for(100, (2, 2, 16, 4)) == 0
-    assert make_kv().bytes_per_block == 2048

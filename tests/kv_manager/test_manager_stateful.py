@@ -4,10 +4,12 @@ The model knows nothing of blocks. The KV of a position is a function of the wei
 it, and of its token, as in a causal model; `Model.content` gives each such triple a number of its own. Whatever the
 manager does (sharing, copying, evicting, saving, restoring, changing weights), two things hold after every operation:
 
-- every running sequence reads its own numbers at all of its computed positions;
-- every key in the prefix index leads to the numbers that the present weights give its tokens.
+- every running sequence reads its own numbers at all of its computed positions that its layers still see, in every
+  group of layers, and the number of its last position where a state is kept;
+- every key in a prefix index leads to the numbers that the present weights give its tokens.
 
-Blocks of 4 tokens, a pool of 10, tokens 0 and 1, and prompts of one family: collisions and shortages all the time.
+Models with full attention, windows, latents and states, alone and mixed. Blocks of 4 tokens, pools of 10, tokens 0 and
+1, and prompts of one family: collisions and shortages all the time.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from longtail.kv_manager.block_pool import BlockHash, chain_hash, root_hash
+from longtail.kv_manager.group import PagedGroup
+from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.manager import KVManager, _tail_hash
 from longtail.kv_manager.snapshot import Snapshot
+from longtail.kv_manager.states import StateSlots
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
 from longtail.sequence import Sequence
@@ -31,7 +36,21 @@ from longtail.version import Fingerprint
 LAYERS, HEADS, SIZE, DIM = 2, 2, 4, 4
 NUM_BLOCKS, MOST_TOKENS, MOST_RUNNING = 10, 16, 5
 FINGERPRINTS = [Fingerprint(name) for name in "AB"]
-CHANNELS = np.arange(LAYERS * 2 * HEADS * DIM, dtype=np.float32).reshape(LAYERS, 2, HEADS, DIM)
+FULL = Layout("kv", LAYERS, HEADS, SIZE, DIM)
+NARROW, WIDE = FULL._replace(window=3), FULL._replace(window=6)
+LATENT = Layout("latent", LAYERS, 1, SIZE, DIM)
+SHAPES = (((3,), (2, 2)), ((5,),))
+MODELS = [
+    ([FULL], False),
+    ([FULL], False),
+    ([NARROW], False),
+    ([FULL, WIDE], False),
+    ([LATENT], False),
+    ([FULL], True),
+    ([NARROW, LATENT], True),
+]
+"""Groups of layers, and whether some keep a state."""
+SCALE = np.float32(32)
 
 SAMPLED = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 CHUNK = st.sampled_from([1, 3, MOST_TOKENS, MOST_TOKENS])
@@ -64,46 +83,57 @@ class Record:
 
 
 class Cache:
-    """Reads and writes positions of the cache tensor: number n is n * 32 + channel, different in each channel."""
+    """Reads and writes positions of a group's cache: number n is n * 32 + channel, different in each channel."""
 
-    def __init__(self, kv: KVManager) -> None:
-        data = kv.kv.numpy()  # [blocks, layers, 2, heads, size * dim]
+    def __init__(self, group: PagedGroup) -> None:
+        data = group.cache.numpy()
         blocks = len(data)
-        k = data[:, :, 0].reshape(blocks, LAYERS, HEADS, DIM, SIZE)
-        v = data[:, :, 1].reshape(blocks, LAYERS, HEADS, SIZE, DIM)
-        assert np.shares_memory(k, data)
-        assert np.shares_memory(v, data)
-        self.k = k.transpose(0, 4, 1, 2, 3)  # [blocks, size, layers, heads, dim]
-        self.v = v.transpose(0, 3, 1, 2, 4)
+        if group.layout.kind == "latent":
+            self.parts = [data.transpose(0, 2, 1, 3)]  # [blocks, size, layers, dim]
+        else:  # [blocks, size, layers, heads, dim] of keys and values
+            k = data[:, :, 0].reshape(blocks, LAYERS, HEADS, DIM, SIZE).transpose(0, 4, 1, 2, 3)
+            v = data[:, :, 1].reshape(blocks, LAYERS, HEADS, SIZE, DIM).transpose(0, 3, 1, 2, 4)
+            self.parts = [k, v]
+        assert all(np.shares_memory(part, data) for part in self.parts)
+        start = 0
+        self.channels = []
+        for part in self.parts:
+            shape = part.shape[2:]
+            self.channels.append(np.arange(start, start + np.prod(shape), dtype=np.float32).reshape(shape))
+            start += int(np.prod(shape))
 
     def write(self, slots: list[int], numbers: Content) -> None:
         for slot, number in zip(slots, numbers, strict=True):
-            values = number * np.float32(CHANNELS.size) + CHANNELS
-            self.k[divmod(slot, SIZE)], self.v[divmod(slot, SIZE)] = values[:, 0], values[:, 1]
+            for part, channels in zip(self.parts, self.channels, strict=True):
+                part[divmod(slot, SIZE)] = number * SCALE + channels
 
     def read(self, slots: list[int]) -> Content:
         """0 where the channels do not agree."""
-        found = []
-        for slot in slots:
-            values = np.stack([self.k[divmod(slot, SIZE)], self.v[divmod(slot, SIZE)]], axis=1) - CHANNELS
-            whole = values.min() == values.max() and values.flat[0] % CHANNELS.size == 0
-            found.append(int(values.flat[0]) // CHANNELS.size if whole else 0)
-        return tuple(found)
+        return tuple(
+            _number(
+                [part[divmod(slot, SIZE)] - channels for part, channels in zip(self.parts, self.channels, strict=True)]
+            )
+            for slot in slots
+        )
+
+
+def _number(values: list[np.ndarray]) -> int:
+    flat = np.concatenate([v.ravel() for v in values])
+    return int(flat[0] / SCALE) if flat.min() == flat.max() and flat[0] % SCALE == 0 else 0
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    @initialize(prefix_caching=st.sampled_from([True] * 7 + [False]))
-    def start(self, prefix_caching: bool) -> None:
+    @initialize(model=st.sampled_from(MODELS), prefix_caching=st.sampled_from([True] * 7 + [False]))
+    def start(self, model: tuple[list[Layout], bool], prefix_caching: bool) -> None:
+        layouts, states = model
         self.kv = KVManager(
-            NUM_BLOCKS,
-            layers=LAYERS,
-            kv_heads=HEADS,
-            block_size=SIZE,
-            head_dim=DIM,
+            layouts,
+            [NUM_BLOCKS] * len(layouts),
             fingerprint=FINGERPRINTS[0],
+            states=StateSlots(SHAPES, MOST_RUNNING) if states else None,
             prefix_caching=prefix_caching,
         )
-        self.model, self.cache = Model(), Cache(self.kv)
+        self.model, self.caches = Model(), [Cache(group) for group in self.kv.groups]
         self.running: list[Record] = []
         self.waiting: list[Record] = []
         self.seen: set[tuple[int, ...]] = set()
@@ -116,18 +146,36 @@ class ManagerMachine(RuleBasedStateMachine):
         return self.model.extend((), self.kv.fingerprint, token_ids)
 
     def state(self) -> Any:
-        pool = self.kv.pool
-        tables = [(list(r.seq.block_table), r.seq.num_computed_tokens) for r in self.running]
-        free = (list(pool._free_plain), list(pool._free_cached))
-        keys = {block: dict(covered) for block, covered in pool._keys_of.items()}
-        return list(pool.ref_counts), free, keys, dict(pool._block_of), tables, self.kv.kv.numpy().tobytes()
+        """Everything that an operation without effect must leave alone."""
+        tables = [([list(t) for t in r.seq.block_tables], r.seq.num_computed_tokens) for r in self.running]
+        groups = []
+        for group in self.kv.groups:
+            pool = group.pool
+            free = (list(pool._free_plain), list(pool._free_cached))
+            keys = {block: dict(covered) for block, covered in pool._keys_of.items()}
+            groups.append((list(pool.ref_counts), free, keys, dict(pool._block_of), group.cache.numpy().tobytes()))
+        return groups, tables, [self.read_state(r) for r in self.running]
+
+    def read_state(self, r: Record) -> int | None:
+        """The number that a sequence's state stands for: 0 before any token."""
+        if self.kv.states is None:
+            return None
+        return self.read_slot(self.kv.states.slots(r.seq)[0])
+
+    def read_slot(self, slot: int) -> int:
+        assert self.kv.states is not None
+        return _number([t[slot].numpy() for layer in self.kv.states.tensors for t in layer])
 
     @invariant()
     def every_sequence_reads_its_own_content(self) -> None:
         self.kv.check_integrity([r.seq for r in self.running])
         for r in self.running:
-            assert len(r.content) == r.seq.num_computed_tokens
-            assert self.cache.read(self.kv.slots(r.seq, 0, len(r.content))) == r.content, r.seq.sample.id
+            n = len(r.content)
+            assert n == r.seq.num_computed_tokens
+            for i, group in enumerate(self.kv.groups):
+                first = group.layout.first_kept(n) * SIZE
+                assert self.caches[i].read(self.kv.slots(r.seq, first, n, i)) == r.content[first:], r.seq.sample.id
+            assert self.read_state(r) in (None, r.content[-1] if r.content else 0), r.seq.sample.id
 
     @invariant()
     def every_key_keeps_its_promise(self) -> None:
@@ -142,13 +190,16 @@ class ManagerMachine(RuleBasedStateMachine):
                 if len(block) == SIZE:
                     parent = chain_hash(parent, block)
                     promised[parent] = tokens[: first + SIZE]
-        for key, block_id in self.kv.pool._block_of.items():
-            prefix = promised[key]  # KeyError: a key of other weights, or of tokens that nobody has
-            covered = (len(prefix) - 1) % SIZE + 1
-            expected = self.pure(list(prefix))[-covered:]
-            slots = [block_id * SIZE + offset for offset in range(covered)]
-            assert self.cache.read(slots) == expected, f"block {block_id} promises {prefix}"
-            assert self.kv.pool._keys_of[block_id][key] == covered
+        for group, cache in zip(self.kv.groups, self.caches, strict=True):
+            for key, block_id in group.pool._block_of.items():
+                prefix = promised[key]  # KeyError: a key of other weights, or of tokens that nobody has
+                covered = (len(prefix) - 1) % SIZE + 1
+                expected = self.pure(list(prefix))[-covered:]
+                slots = [block_id * SIZE + offset for offset in range(covered)]
+                assert cache.read(slots) == expected, f"block {block_id} promises {prefix}"
+                assert group.pool._keys_of[block_id][key] == covered
+        for key, slot in self.kv.states._kept.items() if self.kv.states is not None else ():
+            assert self.read_slot(slot) == self.pure(list(promised[key]))[-1]
 
     # ---- operations
 
@@ -176,13 +227,13 @@ class ManagerMachine(RuleBasedStateMachine):
     def admit(self, data: st.DataObject, keep: bool) -> None:
         """attach, and restore where there is a snapshot of the present weights, or of others and the user keeps it."""
         r = self.pick(data, self.waiting)
-        free = self.kv.pool.num_free
+        free = self.kv.num_free
         self.kv.attach(r.seq)
         found = r.seq.num_computed_tokens
         assert found < r.seq.num_tokens
         assert self.kv.prefix_caching or not found
-        assert len(r.seq.block_table) == -(-found // SIZE)
-        assert self.kv.pool.num_free <= free
+        assert all(len(table) == -(-found // SIZE) for table in r.seq.block_tables)
+        assert self.kv.num_free <= free
         r.content = self.pure(r.seq.token_ids[:found])
         self.waiting.remove(r)
         self.running.append(r)
@@ -210,28 +261,31 @@ class ManagerMachine(RuleBasedStateMachine):
                 r.seq.token_ids += data.draw(SAMPLED)[: MOST_TOKENS - r.seq.num_tokens]
                 self.note(r)
             stop = min(r.seq.num_computed_tokens + data.draw(CHUNK), r.seq.num_tokens)
-            drafts = data.draw(DRAFTS) if stop == r.seq.num_tokens else 0
-            self.forward(r, stop, drafts, commit=data.draw(st.booleans()))
+            if data.draw(st.booleans()):
+                stop = r.seq.num_computed_tokens + self.kv.chunk(r.seq, stop - r.seq.num_computed_tokens)
+            drafts = data.draw(DRAFTS) if stop == r.seq.num_tokens and self.kv.states is None else 0
+            self.forward(r, stop, drafts)
 
-    def forward(self, r: Record, stop: int, drafts: int, commit: bool) -> None:
+    def forward(self, r: Record, stop: int, drafts: int) -> None:
         """Computes up to `stop`, and writes drafts behind it, which are rejected."""
         seq = r.seq
         before = self.state()
         if not self.kv.reserve(seq, stop + drafts):
             assert self.state() == before
             return
-        assert all(self.kv.pool.ref_counts[b] == 1 for b in seq.block_table[seq.num_computed_tokens // SIZE :])
-        prompt = len(seq.sample.prompt_ids)
-        had_prompt = seq.num_computed_tokens >= prompt - 1
+        first = seq.num_computed_tokens // SIZE
+        for group, table in zip(self.kv.groups, seq.block_tables, strict=True):
+            assert all(group.pool.ref_counts[b] == 1 for b in table[first:])
         content = self.model.extend(r.content, self.kv.fingerprint, seq.token_ids[len(r.content) : stop])
         rejected = self.model.extend(content, "draft", [1] * drafts)
-        self.cache.write(self.kv.slots(seq, len(r.content), stop + drafts), rejected[len(r.content) :])
+        for i, cache in enumerate(self.caches):
+            cache.write(self.kv.slots(seq, len(r.content), stop + drafts, i), rejected[len(r.content) :])
+        if self.kv.states is not None:
+            for layer in self.kv.states.tensors:
+                for t in layer:
+                    t[self.kv.states.slots(seq)[1]] = content[-1] * float(SCALE)
+        self.kv.advance(seq, stop - len(r.content))
         r.content = content
-        seq.num_computed_tokens = stop
-        if not had_prompt and stop >= prompt - 1:
-            self.kv.commit_prompt(seq)
-        elif commit:
-            self.kv.commit(seq)
         self.every_sequence_reads_its_own_content()
 
     # What destroys has to wait for some work to destroy, or random schedules would do little else.
@@ -255,7 +309,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def release(self, r: Record) -> None:
         self.kv.release(r.seq)
-        assert r.seq.block_table == []
+        assert r.seq.block_tables == []
         assert r.seq.num_computed_tokens == 0
         r.content = ()
         self.running.remove(r)
@@ -266,7 +320,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def update_weights(self, fingerprint: Fingerprint, keep: bool) -> None:
         self.work = 0
         self.kv.set_fingerprint(fingerprint)
-        assert not self.kv.pool._block_of
+        assert not any(group.pool._block_of for group in self.kv.groups)
         if not keep:
             for r in list(self.running):
                 self.release(r)
@@ -276,18 +330,18 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.work = 0
-        self.kv.pool.forget_all()
+        self.kv.forget_all()
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):
             return
         for r in list(self.running):
             self.release(r)
-        assert self.kv.pool.num_free == NUM_BLOCKS
+        assert self.kv.num_free == self.kv.num_blocks
         self.kv.check_integrity([])
 
 
 TestManagerAgainstAModel = ManagerMachine.TestCase
 TestManagerAgainstAModel.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, derandomize=True, database=None
+    max_examples=600, stateful_step_count=50, deadline=None, derandomize=True, database=None
 )

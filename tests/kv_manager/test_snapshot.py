@@ -12,6 +12,7 @@ from tests.kv_manager.conftest import (
     DIM,
     HEADS,
     LAYERS,
+    LAYOUT,
     PROMPT,
     SIZE,
     A,
@@ -30,6 +31,8 @@ from longtail.kv_manager.manager import KVManager
 from longtail.kv_manager.snapshot import Snapshot
 from longtail.version import Fingerprint
 
+WIDER, COARSER = LAYOUT._replace(dim=8), LAYOUT._replace(block_size=32)
+
 # ---- snapshots
 
 
@@ -44,17 +47,17 @@ def test_save_and_restore_give_identical_bytes(computed: int) -> None:
     snapshot = kv.save(seq)
     assert snapshot is not None
     assert (snapshot.num_tokens, snapshot.sample_id, snapshot.fingerprint) == (computed, "g/0", A)
-    assert snapshot.layout == (LAYERS, HEADS, SIZE, DIM)
+    assert snapshot.layouts == (LAYOUT,)
     blocks = -(-computed // SIZE)
     assert data_of(kv, snapshot).shape == (blocks, LAYERS, 2, HEADS, SIZE * DIM)
     assert snapshot.nbytes == blocks * kv.bytes_per_block == blocks * 2 * 2 * 2 * 64 * 4
-    before = kv.kv[seq.block_table].clone()
+    before = kv.groups[0].cache[seq.block_tables[0]].clone()
     kv.release(seq)
     other = start(kv, make_seq([9] * 20, name="h/0"), base=7000)  # somebody else writes there
     kv.attach(seq)
     assert kv.restore(seq, snapshot)
     assert seq.num_computed_tokens == computed
-    assert torch.equal(kv.kv[seq.block_table], before)
+    assert torch.equal(kv.groups[0].cache[seq.block_tables[0]], before)
     assert read(kv, seq) == numbers((0, computed, 300))
     assert read(kv, other) == numbers((0, 20, 7000))
     kv.check_integrity([seq, other])
@@ -65,7 +68,7 @@ def test_a_snapshot_is_a_copy() -> None:
     seq = start(kv, make_seq(PROMPT))
     snapshot = kv.save(seq)
     assert snapshot is not None
-    kv.kv.fill_(float("nan"))
+    kv.groups[0].cache.fill_(float("nan"))
     assert data_of(kv, snapshot).isfinite().all()
 
 
@@ -84,11 +87,11 @@ def test_restore_onto_a_found_prefix_writes_only_the_rest() -> None:
     snapshot = kv.save(seq)
     assert snapshot is not None
     kv.release(seq)
-    kv.pool.forget_all()  # nothing but what the sibling offers from here on
+    kv.groups[0].pool.forget_all()  # nothing but what the sibling offers from here on
     kv.release(sibling)
     sibling = start(kv, make_seq(PROMPT), base=500)
     kv.attach(seq)
-    assert (seq.num_computed_tokens, seq.block_table) == (32, sibling.block_table[:2])
+    assert (seq.num_computed_tokens, seq.block_tables[0]) == (32, sibling.block_tables[0][:2])
     assert kv.restore(seq, snapshot)
     assert read(kv, seq) == numbers((0, 32, 500), (32, 60, 0))
     assert read(kv, sibling) == numbers((0, 40, 500))
@@ -129,7 +132,7 @@ def test_restored_blocks_are_offered_to_others() -> None:
     snapshot = kv.save(seq)
     assert snapshot is not None
     kv.release(seq)
-    kv.pool.forget_all()
+    kv.groups[0].pool.forget_all()
     kv.attach(seq)
     assert seq.num_computed_tokens == 0
     assert kv.restore(seq, snapshot)
@@ -142,8 +145,8 @@ def test_restored_blocks_are_offered_to_others() -> None:
     ("change", "message"),
     [
         (lambda s: dataclasses.replace(s, sample_id="g/1"), "snapshot of sample g/1 offered to sample g/0"),
-        (lambda s: dataclasses.replace(s, layout=(LAYERS, HEADS, SIZE, 8)), "g/0 has layout .* the cache has"),
-        (lambda s: dataclasses.replace(s, layout=(LAYERS, HEADS, 32, DIM)), "g/0 has layout .* the cache has"),
+        (lambda s: dataclasses.replace(s, layouts=(WIDER,)), "g/0 has layout .* the cache has"),
+        (lambda s: dataclasses.replace(s, layouts=(COARSER,)), "g/0 has layout .* the cache has"),
         (lambda s: dataclasses.replace(s, num_tokens=41), "g/0 covers other tokens"),
         (lambda s: dataclasses.replace(s, num_tokens=38), "g/0 covers other tokens"),
         (lambda s: dataclasses.replace(s, digest=b"?" * 16), "g/0 covers other tokens"),
@@ -154,7 +157,7 @@ def test_a_foreign_snapshot_is_refused_and_changes_nothing(change: Callable[[Any
     seq = start(kv, make_seq(PROMPT), upto=39)
     snapshot = kv.save(seq)
     kv.release(seq)
-    kv.pool.forget_all()
+    kv.groups[0].pool.forget_all()
     kv.attach(seq)
     before = state(kv, seq)
     with pytest.raises(SnapshotMismatch, match=message):
@@ -184,8 +187,8 @@ def test_new_weights_find_nothing_of_the_old() -> None:
     kv.set_fingerprint(B)
     for seq in (make_seq(PROMPT, name="g/1"), make_seq([7] * 40, name="h/1")):
         kv.attach(seq)
-        assert (seq.num_computed_tokens, seq.block_table) == (0, [])
-    assert held.block_table == [0, 1, 2]  # held blocks stay with their holder
+        assert (seq.num_computed_tokens, seq.block_tables[0]) == (0, [])
+    assert held.block_tables[0] == [0, 1, 2]  # held blocks stay with their holder
     assert read(kv, held) == numbers((0, 40, 0))
 
 
@@ -212,7 +215,7 @@ def test_kept_kv_of_older_weights_is_never_offered(returns_to: list[Fingerprint]
     kv.attach(twin)
     assert twin.num_computed_tokens == 0
     kv.release(kept)
-    assert not kv.pool._block_of
+    assert not kv.groups[0].pool._block_of
     kv.check_integrity([twin])
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from longtail.errors import SnapshotCorrupt
 from longtail.kv_manager import snapshot_file
+from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.part_name import is_part_name, new_part_name
 from longtail.kv_manager.snapshot import Snapshot
 from longtail.kv_manager.snapshot_file import (
@@ -30,6 +31,8 @@ from longtail.kv_manager.tier_config import TierConfig
 from longtail.kv_manager.tiers import Tiers
 from longtail.version import Fingerprint
 
+KV = Layout("kv", 2, 2, 16, 4)
+SEVERAL_CHUNKS = Layout("kv", 30, 3, 32, 64)
 NAME = "0123456789abcdef" * 2 + ".safetensors"
 
 
@@ -37,7 +40,8 @@ def header(**fields: Any) -> PartHeader:
     known: dict[str, Any] = {
         "sample_id": "g/0",
         "fingerprint": Fingerprint("A"),
-        "layout": (2, 2, 16, 4),
+        "group": 0,
+        "layout": KV,
         "dtype": "float32",
         "first_block": 2,
         "num_blocks": 3,
@@ -73,7 +77,10 @@ def written(tmp_path: Path) -> tuple[Path, PartHeader]:
         ({"dtype": "bfloat16"}, ["kv"]),
         ({"dtype": "float16", "num_blocks": 1, "num_tokens": 33}, ["kv"]),
         ({"encoding": "int8"}, ["codes", "scales"]),
-        ({"layout": (30, 3, 32, 64), "first_block": 0, "num_blocks": 5, "num_tokens": 160}, ["kv"]),  # several chunks
+        ({"layout": SEVERAL_CHUNKS, "first_block": 0, "num_blocks": 5, "num_tokens": 160}, ["kv"]),
+        ({"layout": Layout("kv", 2, 2, 16, 4, 8)}, ["kv"]),
+        ({"layout": Layout("latent", 2, 1, 16, 24)}, ["latent"]),
+        ({"layout": Layout("state", 3, 1, 0, 77), "first_block": 0, "num_blocks": 1}, ["state"]),
     ],
 )
 def test_the_same_bits_come_back(tmp_path: Path, fields: dict[str, Any], names: list[str]) -> None:
@@ -142,8 +149,10 @@ def test_a_flipped_bit_anywhere_is_found(written: tuple[Path, PartHeader]) -> No
     [
         {"sample_id": "g/1"},
         {"fingerprint": Fingerprint("B")},
-        {"layout": (2, 2, 16, 8)},
-        {"layout": (2, 4, 16, 2)},  # of the same size
+        {"layout": KV._replace(dim=8)},
+        {"layout": KV._replace(heads=4, dim=2)},  # of the same size
+        {"layout": KV._replace(window=8)},
+        {"group": 1},
         {"dtype": "bfloat16"},
         {"first_block": 1, "num_tokens": 60},
         {"num_tokens": 71},
@@ -171,8 +180,8 @@ def replace_head(file: Path, change: Callable[[dict[str, Any]], object]) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda record: record.update(format=2), "has format 2, this version reads 1"),
-        (lambda record: record.update(format="1"), "has format 1"),
+        (lambda record: record.update(format=1), "has format 1, this version reads 2"),
+        (lambda record: record.update(format="2"), "has format 2"),
         (lambda record: record.pop("checksum"), "is not a snapshot"),
         (lambda record: record.update(header=None), "holds something else"),
         (lambda record: record.update(extra=1), "head is damaged"),
@@ -296,7 +305,7 @@ def test_a_kill_before_the_rename_leaves_what_nobody_reads(tmp_path: Path) -> No
 
 def record(**fields: Any) -> dict[str, Any]:
     part = {"file": NAME, "header": dataclasses.asdict(header(first_block=0, num_tokens=40))}
-    known = {"fingerprint": "A", "layout": [2, 2, 16, 4], "num_tokens": 40, "digest": "ab" * 16, "parts": [part]}
+    known = {"fingerprint": "A", "layouts": [KV], "num_tokens": 40, "digest": "ab" * 16, "parts": [part]}
     return json.loads(json.dumps(known | fields))
 
 
@@ -348,7 +357,9 @@ def test_a_name_that_could_lead_elsewhere_is_refused(tmp_path: Path, name: Any) 
         record(parts=[None]),
         record(parts=[{"file": NAME}]),
         record(fingerprint=7),
-        record(layout=None),
+        record(layouts=None),
+        record(layouts=[KV, None]),
+        record(layouts=[["other", *KV[1:]]]),
         record(num_tokens="40"),
         record(num_tokens=float("inf")),
         record(digest=7),
@@ -365,11 +376,20 @@ def test_a_damaged_record_is_refused(tmp_path: Path, damaged: Any) -> None:
     [
         ("sample_id", 1),
         ("fingerprint", None),
-        ("layout", [2, 2, 16]),
+        ("layout", ["kv", 2, 2, 16]),
+        ("layout", ["k", 2, 2, 16, 4]),
+        ("layout", [["kv"], 2, 2, 16, 4]),
         ("layout", 5),
-        ("layout", [2, 2, 16, 4.0]),
-        ("layout", [2, 2, 16, -4]),
-        ("layout", [2, 2, 0, 4]),
+        ("layout", ["kv", 2, 2, 16, 4.0]),
+        ("layout", ["kv", 2, 2, 16, -4]),
+        ("layout", ["kv", 2, 2, 0, 4]),
+        ("layout", ["kv", 2, 2, 16, 4, -1]),
+        ("layout", ["latent", 2, 2, 16, 4]),
+        ("layout", ["latent", 2, 1, 16, 4, 8]),
+        ("layout", ["state", 2, 1, 16, 4]),
+        ("layout", ["state", 2, 1, 0, 4]),  # of a state there are no three blocks
+        ("group", -1),
+        ("group", "0"),
         ("dtype", "float64"),
         ("dtype", "nn"),
         ("dtype", ["float32"]),

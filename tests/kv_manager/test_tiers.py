@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kv_manager.conftest import DIM, HEADS, LAYERS, SIZE, A
+from tests.kv_manager.conftest import DIM, HEADS, LAYERS, LAYOUT, SIZE, A
 
 from longtail.errors import SnapshotCorrupt, SnapshotMismatch
 from longtail.kv_manager import tiers
@@ -57,8 +57,7 @@ def by_hand(path: Path | None, **config: Any) -> tuple[Tiers, Hand, Hand]:
 
 def header(name: str, blocks: int = 1, shared: bool = False) -> PartHeader:
     digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-    layout = (LAYERS, HEADS, SIZE, DIM)
-    return PartHeader("" if shared else name, A, layout, "float32", 0, blocks, blocks * SIZE, digest)
+    return PartHeader("" if shared else name, A, 0, LAYOUT, "float32", 0, blocks, blocks * SIZE, digest)
 
 
 def put(to: Tiers, name: str, blocks: int = 1, number: float = 0.0, **fields: Any) -> Part | None:

@@ -15,6 +15,7 @@ from longtail.errors import SnapshotMismatch
 from longtail.kv_manager import host_memory
 from longtail.kv_manager.encoding import decode, encode, encoded_shapes
 from longtail.kv_manager.host_memory import HostMemory, footprint
+from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.snapshot_file import read_part
 
 # ---- through the manager
@@ -40,7 +41,7 @@ def test_a_delayed_save_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> Non
     t, writer, _ = by_hand(tmp_path)
     kv = make_kv(3, tiers=t, prefix_caching=False)
     seq = start(kv, make_seq(PROMPT), base=300)
-    before = kv.kv[seq.block_table].clone()
+    before = kv.groups[0].cache[seq.block_tables[0]].clone()
     snapshot = kv.save(seq)
     assert snapshot is not None
     kv.release(seq)
@@ -73,7 +74,7 @@ def test_a_prompt_is_found_in_every_tier_and_under_its_own_weights_only(
     writer.run()
     assert snapshot is not None
     if place != "device":
-        kv.pool.forget_all()
+        kv.groups[0].pool.forget_all()
     if place == "disk":
         must(put(t, "x", blocks=5))
         assert not any(part.in_memory for part in snapshot.parts)
@@ -126,7 +127,7 @@ def test_a_part_of_other_weights_in_a_snapshot_is_refused() -> None:
 
 
 def test_int8_is_within_half_a_step_and_a_quarter_of_the_bytes() -> None:
-    layout = (3, 2, 16, 64)
+    layout = Layout("kv", 3, 2, 16, 64)
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(6, 3, 2, 2, 16 * 64, generator=generator) * torch.logspace(-6, 3, 16 * 64)
     kv[1] = 0
@@ -157,7 +158,7 @@ def test_int8_is_found_by_nobody_else(tmp_path: Path) -> None:
     assert not snapshot.is_exact
     for _ in range(2):  # and so it stays when it is saved again
         kv.release(seq)
-        kv.pool.forget_all()
+        kv.groups[0].pool.forget_all()
         kv.attach(seq)
         assert kv.can_use(snapshot)
         assert not make_kv(16).can_use(snapshot)  # an engine that was not asked for it

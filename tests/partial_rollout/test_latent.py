@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import pytest
 import torch
@@ -9,11 +11,12 @@ from tests.partial_rollout.conftest import SIZES, EngineMaker, assert_same, gene
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, PreTrainedModel
 
 from longtail import NativeEngine, UnsupportedModel
+from longtail.kernels.latent import latent_attention
 from longtail.kernels.linear import RowRule
 from longtail.partial_rollout.engines.native import latent
 from longtail.sample import Sample
 
-LENGTH = 30
+LENGTH = 20
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -199,8 +202,13 @@ def test_absorbed_is_expanded_on_the_other_side(rule: RowRule) -> None:
 
 def test_a_wrong_scale_is_found_at_load(monkeypatch: pytest.MonkeyPatch, make_engine: EngineMaker) -> None:
     """YaRN's, say, left out."""
-    original = latent.latent_attention
-    monkeypatch.setattr(latent, "latent_attention", lambda *args: original(*args[:-1], 20**-0.5))
+
+    right: Any = latent_attention
+
+    def wrong(*args: Any) -> torch.Tensor:
+        return right(*args[:-1], 20**-0.5)
+
+    monkeypatch.setattr(latent, "latent_attention", wrong)
     make_engine(make_model("deepseek_v3"))
     with pytest.raises(UnsupportedModel, match="computes other logits"):
         make_engine(make_model("deepseek_v3-yarn"))

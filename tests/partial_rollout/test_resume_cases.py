@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from longtail import Event, NativeEngine, PolicyVersion, Sample
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
+from longtail.partial_rollout.engines.native.cache import Cache
 from longtail.sample import KVSource
 
 
@@ -209,10 +210,10 @@ def test_update_during_a_step_does_not_relabel_tokens(make_engine: EngineMaker) 
 
     updated = threading.Thread(target=update)
 
-    def slow_forward(batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def slow_forward(batch: ForwardBatch, cache: Cache) -> torch.Tensor:
         in_forward.set()
         updated.join(timeout=0.3)  # the update has every chance to come in between
-        return forward(batch, kv)
+        return forward(batch, cache)
 
     engine.decoder.forward = slow_forward  # type: ignore[method-assign]
     updated.start()

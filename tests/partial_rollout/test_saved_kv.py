@@ -438,7 +438,7 @@ def foreign_record(directory: Path) -> None:
     import zlib
 
     with raw(directory) as connection:
-        inner = json.dumps({"parts": [], "layout": 7, "num_tokens": 3})
+        inner = json.dumps({"parts": [], "layouts": 7, "num_tokens": 3})
         text = json.dumps({"checksum": zlib.crc32(inner.encode()), "snapshot": inner})
         connection.execute("UPDATE samples SET snapshot = ? WHERE name = 'a/0'", (text,))
 

@@ -26,7 +26,7 @@ def test_a_fresh_sequence_has_its_prompt_to_compute() -> None:
     seq = Sequence(make_sample([]))
     assert seq.token_ids == [5, 6, 7]
     assert (seq.num_tokens, seq.num_computed_tokens, seq.num_uncomputed_tokens) == (3, 0, 3)
-    assert seq.block_table == []
+    assert seq.block_tables == []
 
 
 def test_a_resumed_sequence_knows_its_output_too() -> None:
@@ -49,5 +49,5 @@ def test_sequences_are_told_apart_by_identity() -> None:
     a, b = Sequence(sample, 0), Sequence(sample, 0)
     assert a != b
     assert len({a, b}) == 2
-    a.block_table.append(3)
-    assert b.block_table == []
+    a.block_tables.append([3])
+    assert b.block_tables == []

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as SequenceOf
 
 import torch
 
 from longtail.kernels.attention import AttentionBatch
+from longtail.kernels.linear import RowRule
+from longtail.kv_manager.manager import KVManager
+from longtail.partial_rollout.engines.native.spec import DecoderSpec
+from longtail.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Where the rows of a pass belong in one group of layers."""
+
+    attention: AttentionBatch
+    slots: torch.Tensor
+    """int64 [T]: where each row's KV goes; -1 for padding."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -17,9 +31,14 @@ class ForwardBatch:
     """int64 [T]."""
     positions: torch.Tensor
     """int64 [T]."""
-    slots: torch.Tensor
-    """int64 [T]: where each row's KV goes; -1 for padding."""
-    attention: AttentionBatch
+    cu_seqlens: torch.Tensor
+    """int64 [S + 1]: rows of each sequence; later ones are padding."""
+    paged: tuple[PagedRows, ...]
+    """Of each group of layers that keep KV or latents."""
+    state_read: torch.Tensor
+    """int64 [S], or [0] without states: slot of each sequence's state before this pass,"""
+    state_write: torch.Tensor
+    """and the one for the state after it."""
     logits_rows: torch.Tensor
     """int64 [R]: rows whose logits are wanted (padded like the others)."""
     block_size: int
@@ -27,29 +46,36 @@ class ForwardBatch:
     @classmethod
     def build(
         cls,
-        tokens: list[list[int]],
-        starts: list[int],
-        slots: list[int],
-        block_tables: list[list[int]],
+        scheduled: SequenceOf[tuple[Sequence, int]],
+        kv: KVManager,
+        spec: DecoderSpec,
+        rule: RowRule,
         logits_rows: list[int],
-        *,
-        group: int,
-        block_size: int,
-        padded_rows: int,
-        padded_logits: int,
     ) -> ForwardBatch:
-        """tokens: ids to compute, per sequence; starts: position of the first of each; slots: over all rows."""
-        flat = [token for part in tokens for token in part]
-        positions = [p for part, start in zip(tokens, starts, strict=True) for p in range(start, start + len(part))]
-        padding = padded_rows - len(flat)
-        lens = [len(part) for part in tokens]
-        contexts = [start + n for start, n in zip(starts, lens, strict=True)]
-        rows = logits_rows + logits_rows[:1] * (padded_logits - len(logits_rows))
+        """scheduled: sequences, with the number of tokens to compute from num_computed_tokens on (`kv.reserve` has
+        made room for them)."""
+        starts = [seq.num_computed_tokens for seq, _ in scheduled]
+        stops = [start + count for start, (_, count) in zip(starts, scheduled, strict=True)]
+        lens = [count for _, count in scheduled]
+        spans = list(zip((seq for seq, _ in scheduled), starts, stops, strict=True))
+        ids = [token for seq, start, stop in spans for token in seq.token_ids[start:stop]]
+        positions = [p for _, start, stop in spans for p in range(start, stop)]
+        padding = rule.padded(len(ids)) - len(ids)
+        paged = []
+        for g, group in enumerate(spec.groups):
+            slots = [slot for seq, start, stop in spans for slot in kv.slots(seq, start, stop, g)]
+            tables = [seq.block_tables[g] for seq, _ in scheduled]
+            attention = AttentionBatch.build(lens, stops, tables, group.layer.queries)
+            paged.append(PagedRows(attention, torch.tensor(slots + [-1] * padding)))
+        states = [] if kv.states is None else [kv.states.slots(seq) for seq, _ in scheduled]
+        rows = logits_rows or [0]
         return cls(
-            input_ids=torch.tensor(flat + [0] * padding),
+            input_ids=torch.tensor(ids + [0] * padding),
             positions=torch.tensor(positions + [0] * padding),
-            slots=torch.tensor(slots + [-1] * padding),
-            attention=AttentionBatch.build(lens, contexts, block_tables, group),
-            logits_rows=torch.tensor(rows, dtype=torch.long),
-            block_size=block_size,
+            cu_seqlens=torch.tensor([0, *lens]).cumsum(0),
+            paged=tuple(paged),
+            state_read=torch.tensor([read for read, _ in states], dtype=torch.long),
+            state_write=torch.tensor([write for _, write in states], dtype=torch.long),
+            logits_rows=torch.tensor(rows + rows[:1] * (rule.padded(len(rows)) - len(rows)), dtype=torch.long),
+            block_size=kv.block_size,
         )

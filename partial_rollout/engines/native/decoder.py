@@ -21,31 +21,19 @@ from longtail.kernels.linear import Backend, PackedLinear
 from longtail.kernels.norm import rms_norm
 from longtail.kernels.rope import rope_store_kv
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
+from longtail.partial_rollout.engines.native.cache import Cache
+from longtail.partial_rollout.engines.native.forward import Forward
+from longtail.partial_rollout.engines.native.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """Sizes the engine and the cache need."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    eos_token_ids: tuple[int, ...]
-    windows: tuple[int, ...]
-    """Of each layer: tokens that a row sees, itself included; 0: all."""
-
-
 class Decoder(Protocol):
     spec: DecoderSpec
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
-        """Writes the batch's KV and returns logits float32 [len(batch.logits_rows), vocab]."""
+    def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
+        """Writes what the layers keep of the batch, and returns logits float32 [len(batch.logits_rows), vocab]."""
         ...
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -80,14 +68,16 @@ class FusedDecoder:
         self.spec = spec
         self.backend = backend
         self.eps = float(config.rms_norm_eps)
-        self.scale = spec.head_dim**-0.5
+        first = spec.layers[0]
+        self.head_dim, self.kv_heads, self.heads = first.dim, first.heads, first.heads * first.queries
+        self.scale = self.head_dim**-0.5
         self.variants = [AttentionVariant(window=window) for window in spec.windows]
         weights = weights_of(model)
         self._shapes = {name: tuple(w.shape) for name, w in weights.items()}
         positions = torch.arange(spec.max_positions)[None]
         with torch.no_grad():
             cos, sin = model.model.rotary_emb(torch.zeros(1, 1), position_ids=positions)
-        half = spec.head_dim // 2
+        half = self.head_dim // 2
         self.cos, self.sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
         self.load_weights(weights)
 
@@ -122,7 +112,7 @@ class FusedDecoder:
             return PackedLinear([weights[f"{n}.weight"].detach().float() for n in names], bias, self.backend)
 
         layers = []
-        for i in range(self.spec.layers):
+        for i in range(len(self.spec.layers)):
             p = f"model.layers.{i}"
             layers.append(
                 _Layer(
@@ -141,11 +131,12 @@ class FusedDecoder:
         # All or nothing: an error above leaves the old weights in place.
         self.layers, self.embedding, self.norm, self.lm_head = layers, embedding, norm, lm_head
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
-        spec, block_size = self.spec, batch.block_size
+    def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
+        block_size, run = batch.block_size, Forward(batch, cache, self.spec)
         rows = batch.input_ids.shape[0]
         x = F.embedding(batch.input_ids, self.embedding)
         for i, layer in enumerate(self.layers):
+            own = run.paged(i)
             h = rms_norm(x, layer.input_norm, self.eps)
             q = rope_store_kv(
                 layer.qkv(h),
@@ -155,14 +146,14 @@ class FusedDecoder:
                 layer.q_norm,
                 layer.k_norm,
                 self.eps,
-                kv,
-                i,
-                batch.slots,
+                own.cache,
+                own.index,
+                own.slots,
                 block_size,
-                spec.heads,
-                spec.kv_heads,
+                self.heads,
+                self.kv_heads,
             )
-            a = paged_attention(q, kv, i, batch.attention, block_size, self.scale, self.variants[i])
+            a = paged_attention(q, own.cache, own.index, own.attention, block_size, self.scale, self.variants[i])
             x = layer.o(a.view(rows, -1), residual=x)
             h = rms_norm(x, layer.post_norm, self.eps)
             x = layer.down(silu_mul(layer.gate_up(h)), residual=x)

@@ -22,7 +22,6 @@ import numba
 import torch
 
 from longtail.events import Event, EventKind, Listener, ignore
-from longtail.kv_manager.manager import KVManager, blocks_for
 from longtail.kv_manager.snapshot import Snapshot
 from longtail.kv_manager.tier_config import TierConfig
 from longtail.kv_manager.tiers import Tiers
@@ -30,8 +29,10 @@ from longtail.partial_rollout.engine import EngineStats, StepOutput
 from longtail.partial_rollout.engines.native import loader
 from longtail.partial_rollout.engines.native.admission import Admission
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
+from longtail.partial_rollout.engines.native.cache import Cache, make_kv
 from longtail.partial_rollout.engines.native.config import NativeConfig
 from longtail.partial_rollout.engines.native.decoder import weights_of
+from longtail.partial_rollout.engines.native.routing import RoutingRecorder
 from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_end, check_sample
 from longtail.partial_rollout.engines.native.scheduler import Scheduled, Scheduler
 from longtail.sample import FinishReason, Sample
@@ -79,32 +80,31 @@ class NativeEngine:
         self._tokenizer = tokenizer
         weights = weights_of(loaded)
         self.decoder, self.row_rule = loader.build_decoder(
-            loaded, config.numerics, fused=config.fused, block_size=config.block_size
+            loaded,
+            config.numerics,
+            fused=config.fused,
+            block_size=config.block_size,
+            record_routing=config.record_routing,
         )
         self._arithmetic = loader.arithmetic_of(loaded.config, self.decoder, self.row_rule, config.numerics)
         fingerprint = loader.fingerprint(weights, self._arithmetic)
         del loaded, weights
         self.spec = spec = self.decoder.spec
         self.max_model_len = min(config.max_model_len or spec.max_positions, spec.max_positions)
-        layout = (spec.layers, spec.kv_heads, config.block_size, spec.head_dim)
-        num_blocks = blocks_for(config.kv_cache_bytes, layout)
-        needed = -(-self.max_model_len // config.block_size)
-        if num_blocks < needed:
-            raise ValueError(
-                f"kv_cache_bytes {config.kv_cache_bytes} holds {num_blocks} blocks, but one sample of max_model_len "
-                f"{self.max_model_len} needs {needed}; raise kv_cache_bytes or lower max_model_len"
-            )
-        self.kv = KVManager(
-            num_blocks,
-            layers=spec.layers,
-            kv_heads=spec.kv_heads,
+        self.kv = make_kv(
+            spec,
+            budget=config.kv_cache_bytes,
             block_size=config.block_size,
-            head_dim=spec.head_dim,
+            longest=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_rows=config.max_num_batched_tokens,
             fingerprint=fingerprint,
             prefix_caching=config.enable_prefix_caching,
             tiers=Tiers(tiers),
             encoding=config.snapshot_encoding,
         )
+        self._cache = Cache.of(self.kv)
+        self.routing = None if spec.routing_group is None else RoutingRecorder(self.kv, spec.routing_group)
         self.admission = Admission(self.kv, clock, config.kv_on_update == "keep")
         self.scheduler = Scheduler(
             self.kv,
@@ -147,6 +147,8 @@ class NativeEngine:
             raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
         decode = self._decode_or_none(sample)  # fails now, not in the middle of a run, if there is no tokenizer
         check_sample(sample, self.spec, self.max_model_len, self._version, decode)
+        if self.routing is not None:
+            self.routing.check(sample)
 
     def add(self, samples: Iterable[Sample]) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""
@@ -175,10 +177,19 @@ class NativeEngine:
             try:
                 return self._step(scheduled)
             except BaseException:
-                # Computed but without their token: the last position is computed again, to the same bits.
-                for seq in self.scheduler.running:
-                    seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
+                self._rewind()
                 raise
+
+    def _rewind(self) -> None:
+        """Sequences that were computed and got no token: their last position is computed again, to the same bits."""
+        for seq in [seq for seq in self.scheduler.running if not seq.num_uncomputed_tokens]:
+            if self.kv.can_rewind:
+                seq.num_computed_tokens -= 1
+            else:
+                self.scheduler.running.remove(seq)
+                self._back_to_waiting(seq, "failed step")
+                self.scheduler.waiting.appendleft(seq)
+                self.admission.arrive(seq, first=True)
 
     def _schedule(self) -> list[Scheduled]:
         while True:
@@ -194,7 +205,7 @@ class NativeEngine:
         start, version = self.now(), self._version
         batch, sampled = self._build(scheduled)
         model_start = self.now()
-        logits = self.decoder.forward(batch, self.kv.kv)
+        logits = self.decoder.forward(batch, self._cache)
         model_end = self.now()
         samples = [seq.sample for seq in sampled]
         tokens, logprobs, faults = self.sampler(logits, samples) if sampled else ((), (), {})
@@ -209,6 +220,10 @@ class NativeEngine:
                 self._commit(seq, int(token), float(logprob), version)
             if seq.sample.is_done:
                 finished.append(seq.sample)
+        if self.routing is not None:
+            for item in scheduled:
+                if item.seq in self.scheduler.running:  # those that have left are up to date
+                    self.routing.record(item.seq)
         made = len(sampled) - len(faults)
         self._counts["steps"] += 1
         self._counts["output"] += made
@@ -283,15 +298,15 @@ class NativeEngine:
     def reset_prefix_cache(self) -> None:
         """Forgets what finished sequences left behind, so that a measurement does not live on an earlier one's work."""
         with self._lock:
-            self.kv.pool.forget_all()
+            self.kv.forget_all()
 
     def stats(self) -> EngineStats:
         c = self._counts
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
-            num_free_blocks=self.kv.pool.num_free,
-            num_blocks=self.kv.pool.num_blocks,
+            num_free_blocks=self.kv.num_free,
+            num_blocks=self.kv.num_blocks,
             num_steps=c["steps"],
             num_output_tokens=c["output"],
             num_recomputed_tokens=c["recomputed"],
@@ -323,6 +338,8 @@ class NativeEngine:
             self._emit("restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
         self.admission.leave(seq)
+        if self.routing is not None:
+            self.routing.admit(sample)
         if sample.output_ids:
             self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
         self._counts["cached"] += seq.num_cached_tokens
@@ -367,7 +384,10 @@ class NativeEngine:
         del self._sequences[seq.sample.id]
 
     def _leave_slot(self, seq: Sequence) -> None:
+        """Its blocks are still its own."""
         assert seq.admitted_at is not None, seq.sample.id
+        if self.routing is not None:
+            self.routing.record(seq)
         seq.sample.timings.running += self.now() - seq.admitted_at
         seq.admitted_at = None
 
@@ -380,49 +400,23 @@ class NativeEngine:
 
     def _build(self, scheduled: list[Scheduled]) -> tuple[ForwardBatch, list[Sequence]]:
         """The packed batch, and the sequences of which it computes the last known token."""
-        tokens, starts, tables = [], [], []
-        slots: list[int] = []
-        rows: list[int] = []
-        sampled = []
-        total = 0
+        rows, sampled, total = [], [], 0
         for item in scheduled:
-            seq, start = item.seq, item.seq.num_computed_tokens
-            stop = start + item.num_tokens
-            tokens.append(seq.token_ids[start:stop])
-            starts.append(start)
-            tables.append(seq.block_table)
-            slots.extend(self.kv.slots(seq, start, stop))
             total += item.num_tokens
-            if stop == seq.num_tokens:
+            if item.num_tokens == item.seq.num_uncomputed_tokens:
                 rows.append(total - 1)
-                sampled.append(seq)
-        batch = ForwardBatch.build(
-            tokens,
-            starts,
-            slots,
-            tables,
-            rows or [0],
-            group=self.spec.heads // self.spec.kv_heads,
-            block_size=self.config.block_size,
-            padded_rows=self.row_rule.padded(total),
-            padded_logits=self.row_rule.padded(len(rows) or 1),
-        )
-        return batch, sampled
+                sampled.append(item.seq)
+        passes = [(item.seq, item.num_tokens) for item in scheduled]
+        return ForwardBatch.build(passes, self.kv, self.spec, self.row_rule, rows), sampled
 
     def _advance(self, scheduled: list[Scheduled]) -> int:
         """Computed catches up; returns how many of the tokens were prefill (first or repeated)."""
         prefill = 0
         for item in scheduled:
             seq = item.seq
-            prompt = len(seq.sample.prompt_ids)
-            had_prompt = seq.num_computed_tokens >= prompt - 1
-            if seq.num_tokens - seq.num_computed_tokens > 1 or not seq.sample.output_ids:
+            if seq.num_uncomputed_tokens > 1 or not seq.sample.output_ids:
                 prefill += item.num_tokens
-            seq.num_computed_tokens += item.num_tokens
-            if not had_prompt and seq.num_computed_tokens >= prompt - 1:
-                self.kv.commit_prompt(seq)
-            else:
-                self.kv.commit(seq)
+            self.kv.advance(seq, item.num_tokens)
         return prefill
 
     def _commit(self, seq: Sequence, token: int, logprob: float, version: PolicyVersion) -> None:

@@ -1,4 +1,4 @@
-"""Any `transformers` decoder with full or sliding-window attention, through the library's attention interface.
+"""Any `transformers` decoder with full, sliding-window or latent attention, through the library's attention interface.
 
 The model's own modules run; only its attention function is ours (it writes the paged cache and reads it), and its
 linear layers, RMSNorms, SiLU and GELU (tanh) activations and experts (`moe.py`) are replaced by row-invariant ones; in
@@ -9,7 +9,6 @@ as the attention interface is.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,15 +22,20 @@ from longtail.kernels.kv import store_kv
 from longtail.kernels.linear import Backend, PackedLinear, RowRule
 from longtail.kernels.norm import rms_norm, rms_norm_reference
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
-from longtail.partial_rollout.engines.native.decoder import DecoderSpec, weights_of
+from longtail.partial_rollout.engines.native.decoder import weights_of
+from longtail.partial_rollout.engines.native.forward import Forward, current, running
+from longtail.partial_rollout.engines.native.latent import AbsorbedProjection, attend, has_latents, keep_latents
 from longtail.partial_rollout.engines.native.moe import PackedExperts, form_of, routed, unknown_experts
+from longtail.partial_rollout.engines.native.routing import store_routing
 from longtail.partial_rollout.engines.native.row_invariant import RowInvariantFunctions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from longtail.partial_rollout.engines.native.cache import Cache
+    from longtail.partial_rollout.engines.native.spec import DecoderSpec
+
 ATTENTION = "longtail_paged"
-_current = threading.local()
 
 
 class _RowInvariantLinear(nn.Module):
@@ -115,14 +119,19 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim] -> [1, T, heads, dim]."""
-    batch: ForwardBatch = _current.batch
+    """query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim], or as `attend` takes them -> [1, T, heads, dim]."""
+    run = current()
     layer: int = module.layer_idx  # type: ignore[assignment]
+    own, block_size = run.paged(layer), run.batch.block_size
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if run.spec.layers[layer].kind == "latent":
+        projection: AbsorbedProjection = module.kv_b_proj  # type: ignore[assignment]
+        return attend(projection, query, key, value, own, block_size, scale), None
     window = kwargs.get("sliding_window") or 0
-    if window != _current.windows[layer]:
+    if window != run.spec.layers[layer].window:
         # A window that is longer than the check at load would otherwise pass it unseen.
         raise UnsupportedModel(
-            f"model: layer {layer} attends with a window of {window}, its config says {_current.windows[layer]} "
+            f"model: layer {layer} attends with a window of {window}, its config says {run.spec.layers[layer].window} "
             "(0: none); not supported"
         )
     sinks = kwargs.get("s_aux")
@@ -132,9 +141,8 @@ def _attention(
         sinks=None if sinks is None else sinks.detach().float().contiguous(),
     )
     k, v, q = (x[0].transpose(0, 1) for x in (key, value, query))
-    store_kv(k, v, _current.kv, layer, batch.slots, batch.block_size)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = paged_attention(q.contiguous(), _current.kv, layer, batch.attention, batch.block_size, scale, variant)
+    store_kv(k, v, own.cache, own.index, own.slots, block_size)
+    out = paged_attention(q.contiguous(), own.cache, own.index, own.attention, block_size, scale, variant)
     return out[None], None
 
 
@@ -143,15 +151,19 @@ class Replaced(NamedTuple):
 
     linears: dict[str, _RowInvariantLinear]
     experts: dict[str, PackedExperts]
+    projections: dict[str, AbsorbedProjection]
 
 
 def replace_modules(model: nn.Module, rule: RowRule) -> Replaced:
     """Puts row-invariant modules in the place of those that have one."""
-    replaced = Replaced({}, {})
+    replaced = Replaced({}, {}, {})
     for name, module in list(model.named_modules()):
         parent, _, leaf = name.rpartition(".")
         other: nn.Module | None
-        if parent in replaced.experts:  # its activation, of which it has its own
+        if parent in replaced.experts or name in replaced.projections:  # gone with what it was part of
+            continue
+        if has_latents(module):
+            replaced.projections[f"{name}.kv_b_proj"] = keep_latents(module, rule)
             continue
         if type(module) is nn.Linear:
             other = replaced.linears[name] = _RowInvariantLinear(module, rule.backend)
@@ -205,23 +217,23 @@ class InterfaceDecoder:
                 module.load(embedding if tied else weights[f"{name}.weight"], weights.get(f"{name}.bias"))
             for name, experts in self._replaced.experts.items():
                 experts.load({leaf: weights[f"{name}.{leaf}"] for leaf in experts.names})
+            for name, projection in self._replaced.projections.items():
+                projection.load(weights[f"{name}.weight"])
             if self._functions is not None:
                 self._functions.load()
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
-        _current.batch, _current.kv, _current.windows = batch, kv, self.spec.windows
-        rows = int(batch.attention.cu_seqlens[-1])
+    def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
+        rows = int(batch.cu_seqlens[-1])
         functions = self._functions or contextlib.nullcontext()
-        try:
-            with routed(rows), functions:
-                out = self.model(
-                    input_ids=batch.input_ids[None],
-                    position_ids=batch.positions[None],
-                    use_cache=False,
-                    logits_to_keep=batch.logits_rows,
-                )
-        finally:
-            del _current.batch, _current.kv, _current.windows
+        with running(Forward(batch, cache, self.spec)), routed(rows) as routing, functions:
+            out = self.model(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logits_rows,
+            )
+        if (group := self.spec.routing_group) is not None:
+            store_routing(routing.experts, cache.paged[group], batch.paged[group].slots, batch.block_size)
         logits: torch.Tensor = out.logits[0].float()
         return logits.contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import zlib
 from collections.abc import Mapping
@@ -12,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longtail.errors import ExactNumericsUnavailable, UnsupportedModel
-from longtail.kernels.kv import empty_kv
 from longtail.kernels.linear import RowRule
+from longtail.partial_rollout.engines.native import latent, moe
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
-from longtail.partial_rollout.engines.native.decoder import (
-    Decoder,
-    DecoderSpec,
-    FusedDecoder,
-    linear_shapes,
-)
+from longtail.partial_rollout.engines.native.cache import Cache, make_kv
+from longtail.partial_rollout.engines.native.decoder import Decoder, FusedDecoder, linear_shapes
 from longtail.partial_rollout.engines.native.interface import InterfaceDecoder
-from longtail.partial_rollout.engines.native.moe import matmul_shapes
 from longtail.partial_rollout.engines.native.numerics import Numerics, row_rule
+from longtail.partial_rollout.engines.native.spec import DecoderSpec, LayerSpec
+from longtail.sample import Sample
+from longtail.sampling_params import SamplingParams
+from longtail.sequence import Sequence
 from longtail.version import Fingerprint
 
 if TYPE_CHECKING:
@@ -91,14 +91,20 @@ def check_supported(config: Any) -> None:
         raise UnsupportedModel(
             f"model: {kind} has rotary embeddings of type {', '.join(sorted(moving))}; not supported"
         )
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModel(f"model: {kind} uses latent attention (MLA), which the native engine does not run yet")
+    if getattr(config, "index_topk", None):  # a context as short as that of the check at load would not show it
+        raise UnsupportedModel(f"model: {kind} attends to index_topk chosen tokens (sparse attention); not supported")
 
 
 def build_decoder(
-    model: PreTrainedModel, numerics: Numerics, *, fused: bool | None = None, block_size: int = 32
+    model: PreTrainedModel,
+    numerics: Numerics,
+    *,
+    fused: bool | None = None,
+    block_size: int = 32,
+    record_routing: bool = False,
 ) -> tuple[Decoder, RowRule]:
-    """Takes `model` over. fused: None chooses; False forces the attention interface.
+    """Takes `model` over. fused: None chooses; False forces the attention interface. record_routing: keep the experts
+    of each token in the cache; ValueError for a model without experts.
 
     UnsupportedModel if the result differs from the model's own forward pass; ExactNumericsUnavailable if exact was
     asked for and this machine's arithmetic is not independent of the batch.
@@ -109,10 +115,12 @@ def build_decoder(
     smallest = min((window for window in spec.windows if 0 < window <= PROBED_WINDOW), default=0)
     n = max(11, min(11 + smallest, spec.max_positions))
     ids = torch.randint(0, spec.vocab_size, (n,), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
+    with torch.no_grad(), moe.watched(model) as top_k:
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    if record_routing:
+        spec = dataclasses.replace(spec, routing=_routing(model, top_k))
     exact = numerics == "exact"
-    rule = row_rule(numerics, linear_shapes(model) | matmul_shapes(model))
+    rule = row_rule(numerics, linear_shapes(model) | moe.matmul_shapes(model) | latent.matmul_shapes(model))
     use_fused = FusedDecoder.supports(model) if fused is None else fused
     decoder: Decoder
     decoder = FusedDecoder(model, spec, rule.backend) if use_fused else InterfaceDecoder(model, spec, rule, exact)
@@ -149,57 +157,78 @@ class _Probe:
     @torch.no_grad()
     def run(self, sequences: list[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
         """sequences: (token ids, chunk lengths); step i runs the i-th chunk of each in one batch -> [tokens, vocab]."""
-        spec, size = self.decoder.spec, self.block_size
-        blocks = -(-max(len(ids) for ids, _ in sequences) // size)  # of each sequence
-        kv = empty_kv(len(sequences) * blocks, spec.layers, spec.kv_heads, size, spec.head_dim)
+        spec, longest = self.decoder.spec, max(len(ids) for ids, _ in sequences)
+        kv = make_kv(
+            spec,
+            budget=1 << 40,  # pages that are never touched
+            block_size=self.block_size,
+            longest=longest,
+            max_num_seqs=len(sequences),
+            max_rows=sum(len(ids) for ids, _ in sequences),
+            most_blocks=len(sequences) * -(-longest // self.block_size),
+            fingerprint=Fingerprint("probe"),
+            prefix_caching=False,
+        )
+        cache = Cache.of(kv)
+        seqs = []
+        for i, (ids, _) in enumerate(sequences):
+            sample = Sample(id=str(i), group_id="", index=i, prompt_ids=tuple(ids), params=SamplingParams(), seed=0)
+            seqs.append(Sequence(sample))
+            kv.attach(seqs[-1])
         parts: list[list[torch.Tensor]] = [[] for _ in sequences]
-        done = [0] * len(sequences)
-        for i in range(max(len(chunks) for _, chunks in sequences)):
-            live = [s for s, (_, chunks) in enumerate(sequences) if i < len(chunks)]
-            tokens = [sequences[s][0][done[s] : done[s] + sequences[s][1][i]] for s in live]
-            starts = [done[s] for s in live]
-            rows = sum(map(len, tokens))
-            batch = ForwardBatch.build(
-                tokens,
-                starts,
-                [s * blocks * size + done[s] + i for s, t in zip(live, tokens, strict=True) for i in range(len(t))],
-                [list(range(s * blocks, (s + 1) * blocks)) for s in live],
-                list(range(rows)),
-                group=spec.heads // spec.kv_heads,
-                block_size=size,
-                padded_rows=self.rule.padded(rows),
-                padded_logits=self.rule.padded(rows),
-            )
-            logits = self.decoder.forward(batch, kv)[:rows]
-            for s, part in zip(live, logits.split([len(t) for t in tokens]), strict=True):
-                parts[s].append(part)
-                done[s] += len(part)
+        for step in range(max(len(chunks) for _, chunks in sequences)):
+            live = [(i, chunks[step]) for i, (_, chunks) in enumerate(sequences) if step < len(chunks)]
+            scheduled = [(seqs[i], count) for i, count in live]
+            for seq, count in scheduled:
+                assert kv.reserve(seq, seq.num_computed_tokens + count)
+            rows = sum(count for _, count in live)
+            batch = ForwardBatch.build(scheduled, kv, spec, self.rule, list(range(rows)))
+            logits = self.decoder.forward(batch, cache)[:rows]
+            for (i, count), part in zip(live, logits.split([count for _, count in live]), strict=True):
+                parts[i].append(part)
+                kv.advance(seqs[i], count)
         return [torch.cat(p) for p in parts]
 
 
 def _spec(model: PreTrainedModel) -> DecoderSpec:
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
     eos = getattr(model.generation_config, "eos_token_id", None)
     eos = getattr(config, "eos_token_id", None) if eos is None else eos
     ids = eos if isinstance(eos, list | tuple) else (eos,)
     if not getattr(config, "max_position_embeddings", None):
         raise UnsupportedModel(f"model: {config.model_type} states no max_position_embeddings; not supported")
     return DecoderSpec(
-        layers=config.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        layers=_layers(config),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         # Some configs name an EOS that their vocabulary does not have; it can never come.
         eos_token_ids=tuple(i for i in ids if i is not None and 0 <= i < config.vocab_size),
-        windows=_windows(config),
     )
 
 
+def _routing(model: PreTrainedModel, top_k: list[int]) -> tuple[int, int]:
+    """top_k: of each layer of experts that was run."""
+    kind = type(model).__name__
+    if unknown := moe.unknown_experts(model):
+        raise UnsupportedModel(f"record_routing: the experts of {kind} ({', '.join(unknown)}) are not understood")
+    if not top_k:
+        raise ValueError(f"record_routing: {kind} has no experts; leave it False")
+    if len(set(top_k)) > 1:
+        raise UnsupportedModel(f"record_routing: the layers of {kind} give a token {sorted(set(top_k))} experts")
+    return len(top_k), top_k[0]
+
+
+def _layers(config: Any) -> tuple[LayerSpec, ...]:
+    heads = config.num_attention_heads
+    if rank := getattr(config, "kv_lora_rank", None):
+        return (LayerSpec("latent", 1, rank + config.qk_rope_head_dim, heads),) * config.num_hidden_layers
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return tuple(LayerSpec("kv", kv_heads, dim, heads // kv_heads, window) for window in _windows(config))
+
+
 def _windows(config: Any) -> tuple[int, ...]:
-    """Of each layer, as `DecoderSpec.windows`; transformers counts the same way (a row sees sliding_window tokens)."""
+    """Of each layer, as `LayerSpec.window`; transformers counts the same way (a row sees sliding_window tokens)."""
     window = getattr(config, "sliding_window", None) or 0
     if types := getattr(config, "layer_types", None):
         return tuple(window if kind == "sliding_attention" else 0 for kind in types)

@@ -198,16 +198,33 @@ class PackedExperts(nn.Module):
 
 
 def unknown_experts(model: nn.Module) -> list[str]:
-    """Class names of modules with weights of three dimensions, convolutions aside: experts that `form_of` has not
-    understood."""
+    """Class names of modules with weights of three dimensions, convolutions aside, that `form_of` does not understand:
+    experts of another form."""
     return sorted(
         {
             type(module).__name__
             for module in model.modules()
             if not isinstance(module, nn.modules.conv._ConvNd)
             and any(p.dim() == 3 for p in module.parameters(recurse=False))
+            and form_of(module) is None
         }
     )
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module) -> Iterator[list[int]]:
+    """-> how many experts a token has, of each call of experts that `form_of` understands."""
+    seen: list[int] = []
+
+    def see(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen.append(args[1].shape[-1])
+
+    hooks = [module.register_forward_pre_hook(see) for module in model.modules() if form_of(module) is not None]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def matmul_shapes(model: nn.Module) -> frozenset[tuple[int, int]]:

@@ -13,7 +13,7 @@ import torch
 
 from longtail.kernels.logprobs import token_logprobs
 from longtail.kernels.sample import LogitEdits, SampleBatch, row_edits, sample
-from longtail.partial_rollout.engines.native.decoder import DecoderSpec
+from longtail.partial_rollout.engines.native.spec import DecoderSpec
 from longtail.sample import FinishReason, Sample
 from longtail.version import PolicyVersion
 

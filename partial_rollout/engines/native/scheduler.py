@@ -60,7 +60,7 @@ class Scheduler:
             if seq not in self.running:  # preempted for the sake of an earlier one
                 continue
             assert seq.num_uncomputed_tokens >= 1, f"{seq.sample.id} has nothing to compute"
-            count = min(seq.num_uncomputed_tokens, budget)
+            count = self.kv.chunk(seq, min(seq.num_uncomputed_tokens, budget))
             while not self.kv.reserve(seq, seq.num_computed_tokens + count):
                 preempted = True
                 victim = self._victim(scheduled)
@@ -102,7 +102,7 @@ class Scheduler:
                 continue
             if not self.attach(seq):
                 return None
-            count = min(seq.num_uncomputed_tokens, budget)
+            count = self.kv.chunk(seq, min(seq.num_uncomputed_tokens, budget))
             if not self.kv.reserve(seq, seq.num_computed_tokens + count):
                 self.kv.release(seq)
                 return None
