@@ -211,26 +211,42 @@ def test_a_prompt_without_output_is_routed_anew(make: EngineMaker, model: PreTra
 # ---- what cannot be
 
 
+@pytest.mark.parametrize("where", ["sampler", "_commit"])
 def test_a_step_that_fails_leaves_no_row_behind(
-    make: EngineMaker, expected: Sample, monkeypatch: pytest.MonkeyPatch
+    make: EngineMaker, expected: Sample, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     engine = make()
     sample = group("a", prompt(21), max_tokens=LENGTH).samples[0]
     run(engine, [sample], until=5)
-    sampler, fails = engine.sampler, True
+    original, fails = getattr(engine, where), True
 
     def flaky(*args: Any) -> Any:
         if fails:
             raise RuntimeError("struck")
-        return sampler(*args)
+        return original(*args)
 
-    monkeypatch.setattr(engine, "sampler", flaky)
+    monkeypatch.setattr(engine, where, flaky)
     with pytest.raises(RuntimeError, match="struck"):
         engine.step()
     engine.check_integrity()
+    engine.pause()  # records what is computed
     fails = False
-    run(engine)
+    run(engine, [sample])
     assert_same_routing(sample, expected)
+
+
+def test_a_sample_that_fails_has_the_rows_of_its_tokens(
+    make: EngineMaker, expected: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The position whose logits were bad has no token after it."""
+    engine = make()
+    sample = group("a", prompt(21), max_tokens=LENGTH).samples[0]
+    run(engine, [sample], until=5)
+    monkeypatch.setattr(engine, "sampler", lambda *_: (np.zeros(1, int), np.zeros(1), {0: "a NaN"}))
+    engine.step()
+    assert sample.status == "failed" and len(sample.output_ids) == 5
+    assert np.array_equal(rows(sample), rows(expected)[:25])
+    sample.check_integrity()
 
 
 def test_models_that_cannot_are_refused(make_engine: EngineMaker) -> None:
