@@ -316,7 +316,7 @@ class KVManager:
             if part.header.layout.kind == "state":
                 loaded.append((i, 0, 1, part.tiers.load(part)["state"]))
                 continue
-            low, high = max(found, firsts[i], start), min(last, part.header.last_block)
+            low, high = max(found, start), min(last, part.header.last_block)
             if low < high:
                 data = decode(part.tiers.load(part), part.header.layout, low - start, high - start)
                 loaded.append((i, low, high, data))

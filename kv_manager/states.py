@@ -43,7 +43,9 @@ class StateSlots:
     def hold(self, seq: Sequence, key: BlockHash | None) -> None:
         """Gives a sequence its slots, with the state that was kept under `key`; None: the state before any token."""
         assert seq not in self._held, seq.sample.id
-        read, write = self._take(key), self._take(key)
+        if key is not None:
+            self._kept.move_to_end(key)  # there are more copies than two where room must be made
+        read, write = self._take(), self._take()
         self._held[seq] = read, write
         for t in self._flat:
             t[read] = 0.0 if key is None else t[self._kept[key]]
@@ -73,7 +75,7 @@ class StateSlots:
         """A copy of the present state, for others to find."""
         if key in self._kept or (not self._free and not self._kept):
             return
-        slot = self._take(None)
+        slot = self._take()
         for t in self._flat:
             t[slot] = t[self._held[seq][0]]
         self._kept[key] = slot
@@ -88,11 +90,10 @@ class StateSlots:
         self._free += self._kept.values()
         self._kept.clear()
 
-    def _take(self, spared: BlockHash | None) -> int:
+    def _take(self) -> int:
         if not self._free:
-            key = next((k for k in self._kept if k != spared), None)
-            assert key is not None, "more sequences than there are slots for"
-            self._free.append(self._kept.pop(key))
+            assert self._kept, "more sequences than there are slots for"
+            self._free.append(self._kept.popitem(last=False)[1])
         return self._free.pop()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:

@@ -144,10 +144,32 @@ def test_chunked_and_whole_prefill(make: EngineMaker, chunk: int) -> None:
     assert chunked.stats().num_steps > whole.stats().num_steps
 
 
+def test_only_the_window_is_kept(make: EngineMaker, engine: NativeEngine) -> None:
+    """Of a window of 8 tokens at most two blocks of 16 are held; what was let go is never read again."""
+    want = generate(engine, *(group(f"g{i}", prompt(40, i), max_tokens=60) for i in range(3)))
+    careless = make(enable_prefix_caching=False)
+    samples = [s for i in range(3) for s in group(f"g{i}", prompt(40, i), max_tokens=60).samples]
+    careless.add(samples)
+    while careless.has_work:
+        careless.step()
+        careless.check_integrity()
+        for place, kept in enumerate(careless.kv.groups):
+            tables = [seq.block_tables[place] for seq in careless.scheduler.running]
+            if kept.layout.window:
+                assert all(sum(block >= 0 for block in table) <= 2 for table in tables)
+            free = [block for block, count in enumerate(kept.pool.ref_counts) if not count]
+            kept.cache[free] = float("nan")
+    for got, expected in zip(samples, want, strict=True):
+        assert_same(got, expected)
+
+
 @pytest.mark.parametrize("preemption", ["snapshot", "recompute"])
 def test_after_preemption(make: EngineMaker, engine: NativeEngine, preemption: str) -> None:
     want = generate(engine, *(group(f"g{i}", prompt(40, i), max_tokens=60) for i in range(6)))
-    tight = make(kv_cache_bytes=18 * engine.kv.bytes_per_block, max_model_len=160, preemption=preemption)
+    # Six samples hold 42 blocks in the end, of a window of 8 tokens at most 12.
+    blocks = 18 if any(not group.layout.window for group in engine.kv.groups) else 8
+    few = {"max_num_seqs": 6, "max_num_batched_tokens": 16}
+    tight = make(kv_cache_bytes=blocks * engine.kv.bytes_per_block, max_model_len=160, preemption=preemption, **few)
     got = generate(tight, *(group(f"g{i}", prompt(40, i), max_tokens=60) for i in range(6)))
     assert tight.stats().num_preemptions > 0
     for a, b in zip(got, want, strict=True):
