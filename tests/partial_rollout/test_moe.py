@@ -6,6 +6,7 @@ import numba
 import pytest
 import torch
 from tests.partial_rollout.conftest import SIZES, EngineMaker, assert_same, generate, group, prompt, run
+from tests.partial_rollout.conftest import make_model as dense_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -269,6 +270,14 @@ def test_the_check_at_load_sees_functions_that_are_not_replaced(
     monkeypatch.setattr(RowInvariantFunctions, "__exit__", lambda self, *_: None)
     with pytest.raises(ExactNumericsUnavailable, match="other bits"):
         make_engine(model)
+
+
+def test_functions_are_watched_only_where_a_model_calls_them(make_engine: EngineMaker) -> None:
+    for kind, watched in (("mixtral", True), ("dense", False)):
+        model = make_model(kind) if kind in CONFIGS else dense_model("llama")
+        decoder = make_engine(model, fused=False).decoder
+        assert isinstance(decoder, interface.InterfaceDecoder)
+        assert (decoder._functions is not None) == watched
 
 
 def test_the_routers_bias_is_a_weight() -> None:

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from longtail import RoutedExperts, Sample, SamplingParams
+from longtail import Group, NativeEngine, RoutedExperts, Sample, SamplingParams
 from longtail.trainer_adapter.routing import FREE, mixture_layers, packed_routing, padded_routing, replay_routing
 
 VOCAB, LAYERS = 100, 3
@@ -184,6 +184,54 @@ def test_with_gradient_checkpointing(checkpointing: bool) -> None:
         assert (a.grad is None) == (b.grad is None)
         if a.grad is not None and b.grad is not None:
             torch.testing.assert_close(a.grad, b.grad)
+
+
+# ---- from a rollout
+
+
+@pytest.mark.parametrize("layout", ["right", "left", "packed"])
+def test_a_rollout_is_replayed(layout: str) -> None:
+    """Recorded by the engine, replayed by a trainer: the same experts, so the same log-probabilities; after a step of
+    training still the same experts."""
+    model = make_model("qwen3_moe")
+    engine = NativeEngine(model, block_size=16, kv_cache_bytes=4 << 20, record_routing=True)
+    params = SamplingParams(n=1, max_tokens=12, ignore_eos=True, seed=5)
+    done = [Group.from_prompt(f"g{i}", tokens(5 + 4 * i, seed=i).tolist(), params).samples[0] for i in range(3)]
+    engine.add(done)
+    while engine.has_work:
+        engine.step()
+    lengths = [sample.num_tokens for sample in done]
+    known = [torch.tensor([*sample.prompt_ids, *sample.output_ids]) for sample in done]
+    if layout == "packed":
+        recorded = packed_routing(done)
+        inputs = {
+            "input_ids": torch.cat(known)[None],
+            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        }
+        real = torch.ones(1, sum(lengths), dtype=torch.bool)
+    else:
+        recorded = padded_routing(done, 30, left=layout == "left")
+        real = torch.tensor([[i >= 30 - n if layout == "left" else i < n for i in range(30)] for n in lengths])
+        ids = torch.zeros(3, 30, dtype=torch.long)
+        ids[real] = torch.cat(known)
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": real.long(),
+            "position_ids": (real.cumsum(-1) - 1).clamp(min=0),
+        }
+    watch = Watch(model)
+    for trained in (False, True):
+        if trained:
+            change(model)
+        with torch.no_grad(), replay_routing(model, recorded):
+            rows = model(**inputs, use_cache=False).logits.log_softmax(-1)[real].split(lengths)
+        used = watch.take()[real.flatten()].split(lengths)
+        for sample, log_probs, experts in zip(done, rows, used, strict=True):
+            assert np.array_equal(experts[:-1].numpy(), np.asarray(sample.routed_experts))
+            first = len(sample.prompt_ids) - 1
+            got = log_probs[first:-1].gather(1, torch.tensor(sample.output_ids)[:, None])[:, 0]
+            close = torch.allclose(got, torch.tensor(sample.logprobs), rtol=0, atol=1e-4)
+            assert close == (not trained)
 
 
 # ---- batches

@@ -233,6 +233,8 @@ class InterfaceDecoder:
                 use_cache=False,
                 logits_to_keep=batch.logits_rows,
             )
+        if self._functions is not None and not self._functions.used:
+            self._functions = None  # a model calls the same ones in every pass, and looking at each call costs time
         if (group := self.spec.routing_group) is not None:
             store_routing(routing.experts, cache.paged[group], batch.paged[group].slots, batch.block_size)
         logits: torch.Tensor = out.logits[0].float()

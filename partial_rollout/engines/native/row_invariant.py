@@ -32,6 +32,8 @@ class RowInvariantFunctions(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, rule: RowRule) -> None:
         super().__init__()
+        self.used = False
+        """Whether any call was answered."""
         self._rule = rule
         self._matrices = bare_matrices(model)
         self._packed: dict[int, PackedLinear] = {}
@@ -61,6 +63,7 @@ class RowInvariantFunctions(TorchFunctionMode):
         if (own := self._functions.get(func)) is not None:
             result = own(*args, **kwargs)
             if result is not NotImplemented:
+                self.used = True
                 return result
         return func(*args, **kwargs)
 
