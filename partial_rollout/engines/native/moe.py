@@ -93,19 +93,19 @@ def _gates(module: nn.Module) -> list[Gate]:
     return gates
 
 
-CHECKED_EXPERTS = 3
+EXPERTS, HIDDEN, INNER = 3, 20, 12
+"""Sizes with which a module is tried out."""
 
 
 @torch.no_grad()
 def form_of(module: nn.Module) -> Form | None:
     """What a module is found to compute on random input and weights, or None if it is no module of experts, or not one
-    that is understood. What is run is a copy of the module with few experts."""
-    parameters = dict(module.named_parameters(recurse=False))
-    names = set(parameters)
-    if names not in (set(WEIGHTS), {*WEIGHTS, *BIASES}) or any(parameters[n].dim() != 3 for n in WEIGHTS):
+    that is understood. What is run is a copy of the module with few and small experts."""
+    own = dict(module.named_parameters(recurse=False))
+    if set(own) not in (set(WEIGHTS), {*WEIGHTS, *BIASES}) or any(own[name].dim() != 3 for name in WEIGHTS):
         return None
     small: Any = copy.copy(module)
-    small.num_experts = CHECKED_EXPERTS
+    small.num_experts = EXPERTS
     # The class's own code, not one of the library's implementations of it, which take some sizes only.
     small.forward = types.MethodType(inspect.unwrap(type(module).forward), small)
     generator = torch.Generator().manual_seed(0)
@@ -113,26 +113,23 @@ def form_of(module: nn.Module) -> Form | None:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    weights = {}
-    for name, parameter in parameters.items():
-        weight = randn(CHECKED_EXPERTS, *parameter.shape[1:])
-        weights[name] = weight if name in BIASES else weight / weight.shape[1] ** 0.5
     scales = torch.tensor([[0.1], [1.0], [1.0], [30.0]])  # the last one is felt by what clamps
+    x = randn(4, HIDDEN) * scales
     chosen = torch.tensor([[0, 2], [2, 1], [1, 0], [2, 0]])
     shares = torch.tensor([[0.7, 0.3], [0.9, 0.4], [0.2, 0.5], [0.6, 0.1]])
-    down = parameters["down_proj"].shape
+    up = randn(EXPERTS, 2 * INNER, HIDDEN) / HIDDEN**0.5
+    down = randn(EXPERTS, HIDDEN, INNER) / INNER**0.5
+    biases = dict(zip(BIASES, (randn(EXPERTS, 2 * INNER), randn(EXPERTS, HIDDEN)), strict=True))
     for transposed in (False, True):
-        x = randn(4, down[2 if transposed else 1]) * scales
+        weights = dict(zip(WEIGHTS, (up.mT, down.mT) if transposed else (up, down), strict=True))
+        weights |= biases if len(own) == 4 else {}
         try:
             want = torch.func.functional_call(small, weights, (x, chosen, shares))
         except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             continue
         for gate in _gates(module):
             form = Form(transposed, gate)
-            try:
-                got = PackedExperts(form, weights, RowRule("aten"))(x, chosen, shares)
-            except (RuntimeError, ValueError):  # the shapes say that it is not this form
-                continue
+            got = PackedExperts(form, weights, RowRule("aten"))(x, chosen, shares)
             if isinstance(want, torch.Tensor) and want.shape == got.shape and torch.allclose(got, want, 1e-3, 1e-4):
                 return form
     return None
