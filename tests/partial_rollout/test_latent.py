@@ -16,7 +16,7 @@ from longtail.kernels.linear import RowRule
 from longtail.partial_rollout.engines.native import latent
 from longtail.sample import Sample
 
-LENGTH = 20
+LENGTH = 16
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
