@@ -1,4 +1,4 @@
-"""Gates of recurrent and hybrid layers: sigmoid, SiLU, softplus, gated RMSNorm.
+"""Gates of recurrent and hybrid layers: SiLU, softplus, gated RMSNorm.
 
 Row-invariant on the CPU in float32, where torch takes an element of the last, incomplete vector of a tensor (or of a
 thread's part of it) through other code than the rest, so that its bits depend on its place.
@@ -15,18 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from longtail.kernels._checks import check_devices
-from longtail.kernels._numba import LANES, jit
-from longtail.kernels._numba import sigmoid as sigmoid_of
-
-
-def sigmoid_reference(x: torch.Tensor) -> torch.Tensor:
-    """x: any shape -> 1 / (1 + exp(-x))."""
-    return torch.sigmoid(x)
-
-
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """x: any shape -> the same shape. On the CPU float32 takes the invariant kernel, anything else the reference."""
-    return _elementwise(_sigmoid, x) if _fits_cpu(x) else sigmoid_reference(x)
+from longtail.kernels._numba import LANES, jit, sigmoid
 
 
 def silu_reference(x: torch.Tensor) -> torch.Tensor:
@@ -60,15 +49,9 @@ def _elementwise(kernel: Callable[[Any, Any], None], x: torch.Tensor) -> torch.T
 
 
 @jit()
-def _sigmoid(x: Any, out: Any) -> None:
-    for i in range(len(x)):
-        out[i] = sigmoid_of(x[i])
-
-
-@jit()
 def _silu(x: Any, out: Any) -> None:
     for i in range(len(x)):
-        out[i] = x[i] * sigmoid_of(x[i])
+        out[i] = x[i] * sigmoid(x[i])
 
 
 @jit()
@@ -135,6 +118,6 @@ def _gated_norm(x: Any, gate: Any, weight: Any, eps: Any, silu: Any, out: Any) -
             total += lanes[i]
         scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
         for c in range(size):
-            s = sigmoid_of(gate[t, c])
+            s = sigmoid(gate[t, c])
             s = gate[t, c] * s if silu else s
             out[t, c] = weight[c] * (x[t, c] * scale) * s

@@ -19,7 +19,8 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def encoding_of(layout: Layout, wanted: Encoding) -> Encoding:
-    """Latents are compressed already, and a state is small and remembers every error: they are saved as they are."""
+    """Latents are compressed already, experts are numbers, and a state is small and remembers every error: they are
+    saved as they are."""
     return wanted if layout.kind == "kv" else "exact"
 
 

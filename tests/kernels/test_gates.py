@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from longtail.kernels.gates import gated_rms_norm, gated_rms_norm_reference, sigmoid, silu, softplus
+from longtail.kernels.activation import sigmoid
+from longtail.kernels.gates import gated_rms_norm, gated_rms_norm_reference, silu, softplus
 
 SIZES = [1, 15, 16, 17, 40, 576]
 

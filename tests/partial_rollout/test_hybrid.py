@@ -17,6 +17,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
     MambaConfig,
+    MiniMaxConfig,
     NemotronHConfig,
     OlmoHybridConfig,
     PreTrainedModel,
@@ -25,8 +26,10 @@ from transformers import (
 )
 
 from longtail import NativeEngine, Rollout, TokenBudget, UnsupportedModel
-from longtail.partial_rollout.engines.native import elementwise, state_layers
-from longtail.partial_rollout.engines.native.elementwise import calling_modules
+from longtail.kernels.linear import RowRule
+from longtail.partial_rollout.engines.native import state_layers
+from longtail.partial_rollout.engines.native.decoder import weights_of
+from longtail.partial_rollout.engines.native.row_invariant import RowInvariantFunctions
 from longtail.partial_rollout.engines.native.state_layers import state_shapes
 from longtail.sample import Sample
 
@@ -51,6 +54,25 @@ MAMBA2 = {
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     # Dense: every layer has an MLP instead of experts.
     "qwen3_next": (Qwen3NextConfig, ODD | DELTA | {"mlp_only_layers": [0, 1, 2]}),
+    "qwen3_next_moe": (
+        Qwen3NextConfig,
+        DELTA
+        | {
+            "hidden_size": 60,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 36,
+            "shared_expert_intermediate_size": 36,
+        },
+    ),
+    "minimax": (
+        MiniMaxConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "block_size": 16,
+        },
+    ),
     "qwen3_5": (Qwen3_5TextConfig, ODD | DELTA),
     "olmo_hybrid": (OlmoHybridConfig, DELTA | {"linear_allow_neg_eigval": True}),
     "lfm2": (
@@ -268,7 +290,7 @@ def test_weights_are_replaced(make_engine: EngineMaker, kind: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
-    engine.update_weights(dict(model.named_parameters()), 1)
+    engine.update_weights(weights_of(model), 1)
     after = generate(engine, group("b", prompt(21)))[0]
     assert_same(after, generate(make_engine(model), group("b", prompt(21)))[0])
     assert after.output_ids != before.output_ids
@@ -294,17 +316,18 @@ def test_a_wrong_state_is_found_at_load(make_engine: EngineMaker, monkeypatch: p
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_modules_that_call_elementwise_functions_are_found(kind: str) -> None:
-    found = {module.__name__ for module in calling_modules(make_model(kind))}
-    own = {"qwen3_next": {"Qwen3NextAttention"}, "qwen3_5": {"Qwen3_5Attention"}, "lfm2": {"Lfm2MLP"}}
+    model = make_model(kind)
+    found = {module.__name__ for module in RowInvariantFunctions(model, RowRule("aten")).callers(model)}
+    own = {
+        "qwen3_next": {"Qwen3NextAttention"},
+        "qwen3_next_moe": {"Qwen3NextAttention", "Qwen3NextSparseMoeBlock", "Qwen3NextTopKRouter"},
+        "minimax": {"MiniMaxTopKRouter"},
+        "qwen3_5": {"Qwen3_5Attention"},
+        "lfm2": {"Lfm2MLP"},
+    }
     layers = {type(module).__name__ for module in make_model(kind).modules() if state_shapes(module) is not None}
     assert own.get(kind, set()) <= found
     assert found - own.get(kind, set()) <= layers | {name for name in found if "NormGated" in name or "SiLU" in name}
-
-
-def test_what_stands_in_for_a_function_computes_it() -> None:
-    x = torch.linspace(-30, 30, 1001)
-    for function, ours in elementwise.INVARIANT.items():
-        torch.testing.assert_close(ours(x), function(x), rtol=1e-6, atol=1e-6)
 
 
 class _Gate(nn.Module):
@@ -320,7 +343,7 @@ def test_elements_of_a_module_do_not_depend_on_their_place() -> None:
     module, x = _Gate(), torch.randn(33, 61, generator=torch.Generator().manual_seed(1))
     plain = module(x)
     assert any(not torch.equal(module(x[t : t + 1])[0], plain[t]) for t in range(33))  # so there is something to fix
-    elementwise.make_invariant(module)
+    RowInvariantFunctions(module, RowRule("aten")).attach(module)
     whole = module(x)
     torch.testing.assert_close(whole, plain, rtol=1e-5, atol=1e-6)
     for t in range(33):

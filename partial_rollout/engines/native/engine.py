@@ -30,6 +30,8 @@ from longtail.partial_rollout.engines.native import loader
 from longtail.partial_rollout.engines.native.admission import Admission
 from longtail.partial_rollout.engines.native.cache import make_kv
 from longtail.partial_rollout.engines.native.config import NativeConfig
+from longtail.partial_rollout.engines.native.decoder import weights_of
+from longtail.partial_rollout.engines.native.routing import RoutingRecorder
 from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_sample
 from longtail.partial_rollout.engines.native.scheduler import Scheduled, Scheduler
 from longtail.partial_rollout.engines.native.stepper import Outcome, Stepper
@@ -85,9 +87,13 @@ class NativeEngine:
             numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
         loaded, self._source = loader.load_model(model)
         self._tokenizer = tokenizer
-        weights = {k: p.detach() for k, p in loaded.named_parameters()}
+        weights = weights_of(loaded)
         self.decoder, self.row_rule = loader.build_decoder(
-            loaded, config.numerics, fused=config.fused, block_size=config.block_size
+            loaded,
+            config.numerics,
+            fused=config.fused,
+            block_size=config.block_size,
+            record_routing=config.record_routing,
         )
         self._arithmetic = loader.arithmetic_of(loaded.config, self.decoder, self.row_rule, config.numerics)
         fingerprint = loader.fingerprint(weights, self._arithmetic)
@@ -107,6 +113,7 @@ class NativeEngine:
             encoding=config.snapshot_encoding,
         )
         self.admission = Admission(self.kv, clock, config.kv_on_update == "keep")
+        self.routing = None if spec.routing_group is None else RoutingRecorder(self.kv, spec.routing_group)
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
@@ -159,6 +166,8 @@ class NativeEngine:
             raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
         decode = self._decode_or_none(sample)  # fails now, not in the middle of a run, if there is no tokenizer
         check_sample(sample, self.spec, self.max_model_len, self._version, decode)
+        if self.routing is not None:
+            self.routing.check(sample)
 
     def add(self, samples: Iterable[Sample]) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""
@@ -215,13 +224,13 @@ class NativeEngine:
         start, version = self.now(), self._version
         result = self.stepper.run(scheduled, version, self._settle)
         finished = [outcome.seq.sample for outcome in result.outcomes if outcome.seq.sample.is_done]
+        if self.routing is not None:
+            for item in scheduled:
+                if item.seq in self.scheduler.running:  # those that have left are up to date
+                    self.routing.record(item.seq)
         made = result.num_output_tokens
-        for name, count in (
-            ("steps", 1),
-            ("output", made),
-            ("drafted", result.num_draft_tokens),
-            ("accepted", result.num_accepted_tokens),
-        ):
+        counts = {"drafted": result.num_draft_tokens, "accepted": result.num_accepted_tokens}
+        for name, count in {"steps": 1, "output": made, **counts}.items():
             self._counts[name] += count
         self._queue.append(
             Event(
@@ -381,6 +390,8 @@ class NativeEngine:
             self._emit("restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
         self.admission.leave(seq)
+        if self.routing is not None:
+            self.routing.admit(sample)
         if sample.output_ids:
             self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
         self._counts["cached"] += seq.num_cached_tokens
@@ -425,7 +436,10 @@ class NativeEngine:
         del self._sequences[seq.sample.id]
 
     def _leave_slot(self, seq: Sequence) -> None:
+        """Its blocks are still its own."""
         assert seq.admitted_at is not None, seq.sample.id
+        if self.routing is not None:
+            self.routing.record(seq)
         seq.sample.timings.running += self.now() - seq.admitted_at
         seq.admitted_at = None
 

@@ -87,9 +87,7 @@ class Stepper:
         self._cache = Cache.of(kv)
         self._draft_seconds = 0.0
 
-    def run(
-        self, scheduled: list[Scheduled], version: PolicyVersion, settle: Callable[[Outcome], None]
-    ) -> PassResult:
+    def run(self, scheduled: list[Scheduled], version: PolicyVersion, settle: Callable[[Outcome], None]) -> PassResult:
         """settle: told of each outcome when its tokens are in the sample and their KV counts."""
         start = self.now()
         decoding = [item for item in scheduled if item.seq.num_uncomputed_tokens == 1 and item.seq.sample.output_ids]
