@@ -175,7 +175,11 @@ class KVManager:
             self.commit_prompt(seq)
         else:
             self.commit(seq)
+        needed = seq.num_computed_tokens // self.block_size + 1
         for group, table in zip(self.groups, seq.block_tables, strict=True):
+            if len(table) > needed:  # for drafts that were rejected
+                group.pool.free(table[needed:])
+                del table[needed:]
             if group.layout.window:
                 group.trim(table, group.layout.first_kept(before), group.layout.first_kept(seq.num_computed_tokens))
 

@@ -41,6 +41,14 @@ class EngineStats:
     """Known tokens (prompt, and output of resumed samples) found in the prefix cache at admission."""
     num_preemptions: int
     """For lack of blocks."""
+    num_draft_tokens: int = 0
+    """Drafts that were verified."""
+    num_accepted_tokens: int = 0
+    """Of these, those that were accepted and committed."""
+
+    @property
+    def num_rejected_tokens(self) -> int:
+        return self.num_draft_tokens - self.num_accepted_tokens
 
 
 class Engine(Protocol):

@@ -164,6 +164,7 @@ class Rollout:
         self.store.count(
             recomputed=self._counted.num_recomputed_tokens - before.num_recomputed_tokens,
             restored=self._counted.num_restored_tokens - before.num_restored_tokens,
+            rejected_drafts=self._counted.num_rejected_tokens - before.num_rejected_tokens,
         )
         self.store.commit()
 

@@ -57,6 +57,12 @@ class Event:
     """step: of the duration, processing logits and sampling."""
     value: float = 0.0
     detail: str = ""
+    num_draft_tokens: int = 0
+    """step: of the rows, drafts that were verified."""
+    num_accepted_tokens: int = 0
+    """step: of the output tokens, accepted drafts."""
+    draft_seconds: float = 0.0
+    """step: of the duration, making drafts."""
 
 
 Listener = Callable[[Event], None]

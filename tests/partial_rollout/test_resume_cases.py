@@ -302,7 +302,7 @@ def test_an_interrupt_in_a_step_changes_no_sample(make_engine: EngineMaker) -> N
         engine = make_engine()
         samples = [group(f"g{i}", prompt(9 + i, i)).samples[0] for i in range(4)]
         run(engine, samples, until=6)
-        commit, calls = engine._commit, list[Any]()
+        commit, calls = engine.stepper._commit, list[Any]()
 
         def interrupted(*args: Any, commit: Any = commit, calls: list = calls, strike: int = strike) -> None:
             calls.append(args)
@@ -310,7 +310,7 @@ def test_an_interrupt_in_a_step_changes_no_sample(make_engine: EngineMaker) -> N
                 raise KeyboardInterrupt
             commit(*args)
 
-        engine._commit = interrupted  # type: ignore[method-assign, assignment]
+        engine.stepper._commit = interrupted  # type: ignore[method-assign, assignment]
         for _ in range(2):
             with contextlib.suppress(KeyboardInterrupt):
                 engine.step()

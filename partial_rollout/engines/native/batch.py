@@ -10,8 +10,8 @@ import torch
 from longtail.kernels.attention import AttentionBatch
 from longtail.kernels.linear import RowRule
 from longtail.kv_manager.manager import KVManager
+from longtail.partial_rollout.engines.native.scheduler import Scheduled
 from longtail.partial_rollout.engines.native.spec import DecoderSpec
-from longtail.sequence import Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,28 +46,31 @@ class ForwardBatch:
     @classmethod
     def build(
         cls,
-        scheduled: SequenceOf[tuple[Sequence, int]],
+        scheduled: SequenceOf[Scheduled],
         kv: KVManager,
         spec: DecoderSpec,
         rule: RowRule,
         logits_rows: list[int],
     ) -> ForwardBatch:
-        """scheduled: sequences, with the number of tokens to compute from num_computed_tokens on (`kv.reserve` has
-        made room for them)."""
-        starts = [seq.num_computed_tokens for seq, _ in scheduled]
-        stops = [start + count for start, (_, count) in zip(starts, scheduled, strict=True)]
-        lens = [count for _, count in scheduled]
-        spans = list(zip((seq for seq, _ in scheduled), starts, stops, strict=True))
-        ids = [token for seq, start, stop in spans for token in seq.token_ids[start:stop]]
+        """`kv.reserve` has made room for what is scheduled, drafts included."""
+        seqs = [item.seq for item in scheduled]
+        lens = [item.num_tokens + len(item.drafts) for item in scheduled]
+        stops = [seq.num_computed_tokens + n for seq, n in zip(seqs, lens, strict=True)]
+        spans = [(seq, seq.num_computed_tokens, stop) for seq, stop in zip(seqs, stops, strict=True)]
+        ids: list[int] = []
+        for item in scheduled:
+            start = item.seq.num_computed_tokens
+            ids += item.seq.token_ids[start : start + item.num_tokens]
+            ids += item.drafts
         positions = [p for _, start, stop in spans for p in range(start, stop)]
         padding = rule.padded(len(ids)) - len(ids)
         paged = []
         for g, group in enumerate(spec.groups):
             slots = [slot for seq, start, stop in spans for slot in kv.slots(seq, start, stop, g)]
-            tables = [seq.block_tables[g] for seq, _ in scheduled]
+            tables = [seq.block_tables[g] for seq in seqs]
             attention = AttentionBatch.build(lens, stops, tables, group.layer.queries)
             paged.append(PagedRows(attention, torch.tensor(slots + [-1] * padding)))
-        states = [] if kv.states is None else [kv.states.slots(seq) for seq, _ in scheduled]
+        states = [] if kv.states is None else [kv.states.slots(seq) for seq in seqs]
         rows = logits_rows or [0]
         return cls(
             input_ids=torch.tensor(ids + [0] * padding),

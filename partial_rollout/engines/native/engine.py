@@ -28,20 +28,26 @@ from longtail.kv_manager.tiers import Tiers
 from longtail.partial_rollout.engine import EngineStats, StepOutput
 from longtail.partial_rollout.engines.native import loader
 from longtail.partial_rollout.engines.native.admission import Admission
-from longtail.partial_rollout.engines.native.batch import ForwardBatch
-from longtail.partial_rollout.engines.native.cache import Cache, make_kv
+from longtail.partial_rollout.engines.native.cache import make_kv
 from longtail.partial_rollout.engines.native.config import NativeConfig
 from longtail.partial_rollout.engines.native.decoder import weights_of
-from longtail.partial_rollout.engines.native.routing import RoutingRecorder
-from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_end, check_sample
+from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_sample
 from longtail.partial_rollout.engines.native.scheduler import Scheduled, Scheduler
+from longtail.partial_rollout.engines.native.stepper import Outcome, Stepper
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
 from longtail.sequence import Sequence
+from longtail.spec_decode.choice import make_drafter
+from longtail.spec_decode.controller import Controller, ControllerConfig
+from longtail.spec_decode.drafter import Drafter
+from longtail.spec_decode.speculation import Speculation
 from longtail.version import PolicyVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions", "drafted", "accepted")
 
 
 class NativeEngine:
@@ -50,7 +56,7 @@ class NativeEngine:
     model: a directory, a hub id, or a model object (copied, never changed). tokenizer: needed for stop strings only;
     loaded from the model's directory when the first sample asks for one. version: of the model's weights; a trainer
     that comes back with weights of version k says so, or samples that version k made are refused. tiers: where saved KV
-    goes (by default to host memory, without limit). Settings: see `NativeConfig`.
+    goes (by default to host memory, without limit). drafter, controller: see `use_drafter`. Settings: `NativeConfig`.
     Thread-safe: calls wait for the step in flight.
     """
 
@@ -64,6 +70,8 @@ class NativeEngine:
         listener: Listener = ignore,
         clock: Callable[[], float] = time.perf_counter,
         tiers: TierConfig | None = None,
+        drafter: str | Drafter | None = None,
+        controller: Controller | ControllerConfig | None = None,
         **settings: Any,
     ) -> None:
         check_known_fields(NativeConfig, settings)
@@ -103,8 +111,6 @@ class NativeEngine:
             tiers=Tiers(tiers),
             encoding=config.snapshot_encoding,
         )
-        self._cache = Cache.of(self.kv)
-        self.routing = None if spec.routing_group is None else RoutingRecorder(self.kv, spec.routing_group)
         self.admission = Admission(self.kv, clock, config.kv_on_update == "keep")
         self.scheduler = Scheduler(
             self.kv,
@@ -115,12 +121,23 @@ class NativeEngine:
             on_admit=self._admitted,
             on_preempt=self._preempt,
         )
-        self.sampler = Sampler(spec.eos_token_ids, config.logprobs_mode == "raw")
+        self.stepper = Stepper(
+            self.decoder,
+            self.kv,
+            self.row_rule,
+            Sampler(spec.eos_token_ids, config.logprobs_mode == "raw"),
+            engine=name,
+            max_model_len=self.max_model_len,
+            max_rows=config.max_num_batched_tokens,
+            decode_of=self._decode_or_none,
+            clock=clock,
+        )
         self._version = PolicyVersion(version)
         self._sequences: dict[str, Sequence] = {}
         self._lock = threading.RLock()
         self._queue: deque[Event] = deque()
-        self._counts = dict.fromkeys(("steps", "output", "recomputed", "restored", "cached", "preemptions"), 0)
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self.use_drafter(drafter, controller)
 
     # -- the engine protocol ------------------------------------------------------------------------------------------
 
@@ -147,8 +164,7 @@ class NativeEngine:
             raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
         decode = self._decode_or_none(sample)  # fails now, not in the middle of a run, if there is no tokenizer
         check_sample(sample, self.spec, self.max_model_len, self._version, decode)
-        if self.routing is not None:
-            self.routing.check(sample)
+        self.stepper.routing.check(sample)
 
     def add(self, samples: Iterable[Sample]) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""
@@ -203,30 +219,16 @@ class NativeEngine:
 
     def _step(self, scheduled: list[Scheduled]) -> StepOutput:
         start, version = self.now(), self._version
-        batch, sampled = self._build(scheduled)
-        model_start = self.now()
-        logits = self.decoder.forward(batch, self._cache)
-        model_end = self.now()
-        samples = [seq.sample for seq in sampled]
-        tokens, logprobs, faults = self.sampler(logits, samples) if sampled else ((), (), {})
-        sample_end = self.now()
-        prefill = self._advance(scheduled)
-        context = sum(item.seq.num_computed_tokens for item in scheduled)
-        finished = []
-        for i, (seq, token, logprob) in enumerate(zip(sampled, tokens, logprobs, strict=True)):
-            if i in faults:
-                self._fail(seq, f"sampling output token {len(seq.sample.output_ids)}: the logits have {faults[i]}")
-            else:
-                self._commit(seq, int(token), float(logprob), version)
-            if seq.sample.is_done:
-                finished.append(seq.sample)
-        if self.routing is not None:
-            for item in scheduled:
-                if item.seq in self.scheduler.running:  # those that have left are up to date
-                    self.routing.record(item.seq)
-        made = len(sampled) - len(faults)
-        self._counts["steps"] += 1
-        self._counts["output"] += made
+        result = self.stepper.run(scheduled, version, self._settle)
+        finished = [outcome.seq.sample for outcome in result.outcomes if outcome.seq.sample.is_done]
+        made = result.num_output_tokens
+        for name, count in (
+            ("steps", 1),
+            ("output", made),
+            ("drafted", result.num_draft_tokens),
+            ("accepted", result.num_accepted_tokens),
+        ):
+            self._counts[name] += count
         self._queue.append(
             Event(
                 "step",
@@ -234,15 +236,31 @@ class NativeEngine:
                 self.now() - start,
                 self.name,
                 num_seqs=len(scheduled),
-                num_tokens=sum(item.num_tokens for item in scheduled),
-                num_prefill_tokens=prefill,
-                num_context_tokens=context,
+                num_tokens=result.num_tokens,
+                num_prefill_tokens=result.num_prefill_tokens,
+                num_context_tokens=result.num_context_tokens,
                 num_output_tokens=made,
-                model_seconds=model_end - model_start,
-                sample_seconds=sample_end - model_end,
+                num_draft_tokens=result.num_draft_tokens,
+                num_accepted_tokens=result.num_accepted_tokens,
+                draft_seconds=result.draft_seconds,
+                model_seconds=result.model_seconds,
+                sample_seconds=result.sample_seconds,
             )
         )
+        for sample in finished:
+            self._forget(sample)
         return StepOutput(version, finished, made, len(scheduled))
+
+    def _settle(self, outcome: Outcome) -> None:
+        sample = outcome.seq.sample
+        if outcome.emitted and sample.timings.first_token is None:
+            sample.timings.first_token = self.now()
+            self._emit("first_token", outcome.seq)
+        if outcome.failure is not None:
+            self._fail(outcome.seq, outcome.failure)
+        elif outcome.end is not None:
+            sample.stop_reason = outcome.end.stop_reason
+            self._finish(outcome.seq, outcome.end.reason)
 
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
         with self._lock, self._events():
@@ -265,6 +283,7 @@ class NativeEngine:
             aborted = []
             for seq in [self._get(i) for i in dict.fromkeys(sample_ids)]:
                 self._finish(seq, reason)
+                self._forget(seq.sample)
                 aborted.append(seq.sample)
             return aborted
 
@@ -293,7 +312,29 @@ class NativeEngine:
                     self._back_to_waiting(seq, "weight update")
                     self.scheduler.waiting.appendleft(seq)
             self.admission.restart(self.scheduler.waiting)
+            if self.speculation is not None:
+                self.speculation.weights_updated(version)
             self._queue.append(Event("update", start, self.now() - start, self.name, value=version))
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What drafts, and what came of it (`report()`); None while drafting is off."""
+        return self.stepper.speculation
+
+    def use_drafter(
+        self, drafter: str | Drafter | None, controller: Controller | ControllerConfig | None = None
+    ) -> None:
+        """Drafts from here on with this drafter ("ngram", "group", "group>ngram": the first that has something to say,
+        or an object); None: no drafts. Not one token depends on it, nor on when it changes. controller: how many
+        drafts (`spec_decode/controller.py`). ValueError for a name that is not known."""
+        with self._lock:
+            if drafter is None:
+                self.stepper.speculation = None
+                return
+            chosen = make_drafter(drafter) if isinstance(drafter, str) else drafter
+            self.stepper.speculation = Speculation(
+                chosen, row_multiple=self.row_rule.multiple, controller=controller, clock=self.now
+            )
 
     def reset_prefix_cache(self) -> None:
         """Forgets what finished sequences left behind, so that a measurement does not live on an earlier one's work."""
@@ -313,6 +354,8 @@ class NativeEngine:
             num_restored_tokens=c["restored"],
             num_cached_tokens=c["cached"],
             num_preemptions=c["preemptions"],
+            num_draft_tokens=c["drafted"],
+            num_accepted_tokens=c["accepted"],
         )
 
     def check_integrity(self) -> None:
@@ -338,8 +381,7 @@ class NativeEngine:
             self._emit("restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
         self.admission.leave(seq)
-        if self.routing is not None:
-            self.routing.admit(sample)
+        self.stepper.routing.admit(sample)
         if sample.output_ids:
             self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
         self._counts["cached"] += seq.num_cached_tokens
@@ -384,10 +426,8 @@ class NativeEngine:
         del self._sequences[seq.sample.id]
 
     def _leave_slot(self, seq: Sequence) -> None:
-        """Its blocks are still its own."""
         assert seq.admitted_at is not None, seq.sample.id
-        if self.routing is not None:
-            self.routing.record(seq)
+        self.stepper.routing.record(seq)
         seq.sample.timings.running += self.now() - seq.admitted_at
         seq.admitted_at = None
 
@@ -395,46 +435,6 @@ class NativeEngine:
         if sample_id not in self._sequences:
             raise ValueError(f"sample_ids: {sample_id!r} is not in the engine (finished, paused, or never added)")
         return self._sequences[sample_id]
-
-    # -- one step -----------------------------------------------------------------------------------------------------
-
-    def _build(self, scheduled: list[Scheduled]) -> tuple[ForwardBatch, list[Sequence]]:
-        """The packed batch, and the sequences of which it computes the last known token."""
-        rows, sampled, total = [], [], 0
-        for item in scheduled:
-            total += item.num_tokens
-            if item.num_tokens == item.seq.num_uncomputed_tokens:
-                rows.append(total - 1)
-                sampled.append(item.seq)
-        passes = [(item.seq, item.num_tokens) for item in scheduled]
-        return ForwardBatch.build(passes, self.kv, self.spec, self.row_rule, rows), sampled
-
-    def _advance(self, scheduled: list[Scheduled]) -> int:
-        """Computed catches up; returns how many of the tokens were prefill (first or repeated)."""
-        prefill = 0
-        for item in scheduled:
-            seq = item.seq
-            if seq.num_uncomputed_tokens > 1 or not seq.sample.output_ids:
-                prefill += item.num_tokens
-            self.kv.advance(seq, item.num_tokens)
-        return prefill
-
-    def _commit(self, seq: Sequence, token: int, logprob: float, version: PolicyVersion) -> None:
-        """Appends one token and ends the sample if it is the last."""
-        sample = seq.sample
-        sample.append(token, logprob, version, self.name, seq.kv)
-        seq.token_ids.append(token)
-        if sample.timings.first_token is None:
-            sample.timings.first_token = self.now()
-            self._emit("first_token", seq)
-        try:
-            end = check_end(sample, self.spec.eos_token_ids, self.max_model_len, self._decode_or_none(sample))
-        except Exception as error:  # a tokenizer may raise anything; only this sample is the worse for it
-            self._fail(seq, f"decoding output token {len(sample.output_ids) - 1} for stop strings: {error!r}")
-            return
-        if end is not None:
-            sample.stop_reason = end.stop_reason
-            self._finish(seq, end.reason)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         sample = seq.sample
@@ -450,6 +450,11 @@ class NativeEngine:
         seq.sample.failure = failure
         self._finish(seq, "error")
         seq.sample.status = "failed"
+
+    def _forget(self, sample: Sample) -> None:
+        """The sample is done: what was kept to draft for it goes."""
+        if self.speculation is not None:
+            self.speculation.forget(sample.id)
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from longtail.partial_rollout.engines.native.cache import Cache, make_kv
 from longtail.partial_rollout.engines.native.decoder import Decoder, FusedDecoder, linear_shapes
 from longtail.partial_rollout.engines.native.interface import InterfaceDecoder
 from longtail.partial_rollout.engines.native.numerics import Numerics, row_rule
+from longtail.partial_rollout.engines.native.scheduler import Scheduled
 from longtail.partial_rollout.engines.native.spec import DecoderSpec, LayerSpec
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
@@ -178,9 +179,9 @@ class _Probe:
         parts: list[list[torch.Tensor]] = [[] for _ in sequences]
         for step in range(max(len(chunks) for _, chunks in sequences)):
             live = [(i, chunks[step]) for i, (_, chunks) in enumerate(sequences) if step < len(chunks)]
-            scheduled = [(seqs[i], count) for i, count in live]
-            for seq, count in scheduled:
-                assert kv.reserve(seq, seq.num_computed_tokens + count)
+            scheduled = [Scheduled(seqs[i], count) for i, count in live]
+            for item in scheduled:
+                assert kv.reserve(item.seq, item.seq.num_computed_tokens + item.num_tokens)
             rows = sum(count for _, count in live)
             batch = ForwardBatch.build(scheduled, kv, spec, self.rule, list(range(rows)))
             logits = self.decoder.forward(batch, cache)[:rows]

@@ -20,16 +20,35 @@ from longtail.version import PolicyVersion
 Decode = Callable[[Sequence[int]], str]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Position:
+    """What a row of logits is to give: the token after these."""
+
+    sample: Sample
+    ahead: Sequence[int] = ()
+    """Drafts after the sample's output that count as committed for this row."""
+
+    @property
+    def output_ids(self) -> list[int]:
+        return [*self.sample.output_ids, *self.ahead] if self.ahead else self.sample.output_ids
+
+    @property
+    def output_len(self) -> int:
+        return len(self.sample.output_ids) + len(self.ahead)
+
+
 class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...], raw_logprobs: bool) -> None:
         self.eos_token_ids = eos_token_ids
         self.raw_logprobs = raw_logprobs
 
-    def __call__(self, logits: torch.Tensor, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-        """logits: [rows >= len(samples), V] -> tokens int64 and log-probabilities float32, one per sample, and the
-        samples (by index) from whose logits nothing can be drawn, with the reason."""
-        logits = logits[: len(samples)]
-        batch = self._batch(samples)
+    def __call__(
+        self, logits: torch.Tensor, positions: list[Position]
+    ) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+        """logits: [rows >= len(positions), V] -> tokens int64 and log-probabilities float32, one per position, and the
+        positions (by index) from whose logits nothing can be drawn, with the reason."""
+        logits = logits[: len(positions)]
+        batch = self._batch(positions)
         faults: dict[int, str] = {}
         tokens, logprobs = sample(logits, batch, faults, in_place=not self.raw_logprobs)
         if self.raw_logprobs:
@@ -38,38 +57,38 @@ class Sampler:
             logprobs = token_logprobs(logits, drawn).cpu().numpy()
         return tokens, logprobs, faults
 
-    def _batch(self, samples: list[Sample]) -> SampleBatch:
-        params = [s.params for s in samples]
+    def _batch(self, positions: list[Position]) -> SampleBatch:
+        params = [p.sample.params for p in positions]
         edits = None
-        banned = [self._banned(s) for s in samples]
+        banned = [self._banned(p) for p in positions]
         if any(banned) or any(p.has_penalties for p in params):
             edits = LogitEdits.stack(
                 [
                     row_edits(
-                        prompt_ids=s.prompt_ids,
-                        output_ids=s.output_ids,
-                        presence_penalty=s.params.presence_penalty,
-                        frequency_penalty=s.params.frequency_penalty,
-                        repetition_penalty=s.params.repetition_penalty,
+                        prompt_ids=p.sample.prompt_ids,
+                        output_ids=p.output_ids,
+                        presence_penalty=p.sample.params.presence_penalty,
+                        frequency_penalty=p.sample.params.frequency_penalty,
+                        repetition_penalty=p.sample.params.repetition_penalty,
                         banned=ban,
                     )
-                    for s, ban in zip(samples, banned, strict=True)
+                    for p, ban in zip(positions, banned, strict=True)
                 ]
             )
         return SampleBatch(
             temperatures=np.array([p.temperature for p in params], np.float64),
-            seeds=np.array([s.seed for s in samples], np.uint64),
-            positions=np.array([len(s.output_ids) for s in samples], np.int64),
+            seeds=np.array([p.sample.seed for p in positions], np.uint64),
+            positions=np.array([p.output_len for p in positions], np.int64),
             top_k=np.array([p.top_k for p in params], np.int32),
             top_p=np.array([p.top_p for p in params], np.float64),
             min_p=np.array([p.min_p for p in params], np.float64),
             edits=edits,
         )
 
-    def _banned(self, s: Sample) -> tuple[int, ...]:
+    def _banned(self, position: Position) -> tuple[int, ...]:
         """Tokens that may not come yet: whatever would end the sample before min_tokens."""
-        p = s.params
-        if len(s.output_ids) >= p.min_tokens:
+        p = position.sample.params
+        if position.output_len >= p.min_tokens:
             return ()
         return p.stop_token_ids if p.ignore_eos else (*self.eos_token_ids, *p.stop_token_ids)
 

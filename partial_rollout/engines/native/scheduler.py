@@ -20,6 +20,8 @@ class Scheduled:
     seq: Sequence
     num_tokens: int
     """To compute in this pass, from seq.num_computed_tokens on."""
+    drafts: list[int] = dataclasses.field(default_factory=list)
+    """Tokens to verify behind them, where they reach the last known token."""
 
 
 class Scheduler:

@@ -1,0 +1,237 @@
+"""One forward pass: from what the scheduler chose to tokens in the samples.
+
+    draft -> reserve -> forward -> sample every row -> verify -> commit up to the first event -> advance the KV
+          -> record the routing
+
+A row that verifies drafts is sampled as if they were committed: its noise, penalties and bans are those of its output
+position. So the tokens that come out are the same with any drafter or none (kernels/verify.py), and what a rejected
+draft leaves behind is KV at positions that count as not computed and are written again. A state cannot be cut: where a
+draft was rejected, the one before the pass stays, and the next pass computes the tokens that were accepted again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from longtail.kernels.linear import RowRule
+from longtail.kernels.verify import verify_drafts
+from longtail.kv_manager.manager import KVManager
+from longtail.partial_rollout.engines.native.batch import ForwardBatch
+from longtail.partial_rollout.engines.native.cache import Cache
+from longtail.partial_rollout.engines.native.decoder import Decoder
+from longtail.partial_rollout.engines.native.routing import RoutingRecorder
+from longtail.partial_rollout.engines.native.sampler import Decode, End, Position, Sampler, check_end
+from longtail.partial_rollout.engines.native.scheduler import Scheduled
+from longtail.sample import Sample
+from longtail.sequence import Sequence
+from longtail.spec_decode.drafter import Draft
+from longtail.spec_decode.speculation import Speculation
+from longtail.version import PolicyVersion
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """What became of a sequence whose last known token was computed."""
+
+    seq: Sequence
+    emitted: int = 0
+    """Tokens committed: accepted drafts, and the target's own one after them."""
+    accepted: int = 0
+    end: End | None = None
+    failure: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class PassResult:
+    outcomes: list[Outcome]
+    num_tokens: int
+    """Rows of the pass, without padding."""
+    num_prefill_tokens: int
+    num_context_tokens: int
+    num_draft_tokens: int
+    draft_seconds: float
+    model_seconds: float
+    sample_seconds: float
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(outcome.emitted for outcome in self.outcomes)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(outcome.accepted for outcome in self.outcomes)
+
+
+class Stepper:
+    """Owns nothing but the wiring. decode_of: how to decode a sample's tokens for its stop strings, if it has any;
+    max_rows: tokens of a pass."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVManager,
+        rule: RowRule,
+        sampler: Sampler,
+        *,
+        engine: str,
+        max_model_len: int,
+        max_rows: int,
+        decode_of: Callable[[Sample], Decode | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.decoder, self.kv, self.rule, self.sampler = decoder, kv, rule, sampler
+        self.engine, self.max_model_len, self.max_rows = engine, max_model_len, max_rows
+        self.decode_of, self.now = decode_of, clock
+        self.routing = RoutingRecorder(kv, decoder.spec.routing_group)
+        self.speculation: Speculation | None = None
+        self._cache = Cache.of(kv)
+        self._draft_seconds = 0.0
+
+    def run(
+        self, scheduled: list[Scheduled], version: PolicyVersion, settle: Callable[[Outcome], None]
+    ) -> PassResult:
+        """settle: told of each outcome when its tokens are in the sample and their KV counts."""
+        start = self.now()
+        sampled = [item for item in scheduled if item.num_tokens == item.seq.num_uncomputed_tokens]
+        decoding = [item for item in sampled if item.seq.sample.output_ids]
+        prefill = sum(item.num_tokens for item in scheduled) - len(decoding)
+        context = sum(item.seq.num_computed_tokens + item.num_tokens for item in scheduled)
+        drafts = self._draft(decoding, sum(item.num_tokens for item in scheduled), prefill)
+        rows: list[int] = []
+        first = 0
+        for item in scheduled:
+            first += item.num_tokens + len(item.drafts)
+            if item.num_tokens == item.seq.num_uncomputed_tokens:
+                rows += range(first - 1 - len(item.drafts), first)
+        batch = ForwardBatch.build(scheduled, self.kv, self.decoder.spec, self.rule, rows)
+        model_start = self.now()
+        logits = self.decoder.forward(batch, self._cache)
+        model_end = self.now()
+        outcomes = [Outcome(item.seq) for item in sampled]
+        if sampled:
+            positions = [
+                Position(item.seq.sample, item.drafts[:j]) for item in sampled for j in range(len(item.drafts) + 1)
+            ]
+            tokens, logprobs, faults = self.sampler(logits, positions)
+            accepted = _accepted(sampled, tokens)
+        sample_end = self.now()
+        for item in scheduled:
+            if item.num_tokens < item.seq.num_uncomputed_tokens:
+                self.kv.advance(item.seq, item.num_tokens)
+                self.routing.record(item.seq)
+        row = 0
+        for i, (item, outcome) in enumerate(zip(sampled, outcomes, strict=True)):
+            # One sequence after the other, so that an interrupt leaves each as it was or done with.
+            stop = row + accepted[i] + 1
+            self._commit(outcome, tokens[row:stop], logprobs[row:stop], faults.get(stop - 1), version)
+            outcome.accepted = min(accepted[i], outcome.emitted)
+            if self.kv.states is None or outcome.accepted == len(item.drafts):
+                self.kv.advance(item.seq, item.num_tokens + max(outcome.emitted - 1, 0))
+            self.routing.record(item.seq)
+            settle(outcome)
+            row += len(item.drafts) + 1
+        self._judge(decoding, drafts, outcomes, self.now() - start, prefill)
+        return PassResult(
+            outcomes,
+            num_tokens=first,
+            num_prefill_tokens=prefill,
+            num_context_tokens=context,
+            num_draft_tokens=sum(len(item.drafts) for item in scheduled),
+            draft_seconds=self._draft_seconds,
+            model_seconds=model_end - model_start,
+            sample_seconds=sample_end - model_end,
+        )
+
+    # -- drafts -------------------------------------------------------------------------------------------------------
+
+    def _draft(self, decoding: list[Scheduled], rows: int, prefill: int) -> list[Draft]:
+        """Gives the decoding sequences their drafts, cut to what has room."""
+        start, self._draft_seconds = self.now(), 0.0
+        if self.speculation is None or not decoding:
+            return []
+        samples = [item.seq.sample for item in decoding]
+        left = self.max_rows - rows
+        drafts = self.speculation.draft(
+            samples, [min(self._room(s), left) for s in samples], context=self._context(decoding), prefill=prefill
+        )
+        for i, (item, draft) in enumerate(zip(decoding, drafts, strict=True)):
+            size = min(len(draft), left)
+            while size and not self.kv.reserve(item.seq, item.seq.num_tokens + size):  # nobody is preempted for drafts
+                size -= 1
+            drafts[i] = draft.cut(size)
+            item.drafts = drafts[i].tokens
+            left -= size
+        self._draft_seconds = self.now() - start
+        return drafts
+
+    def _room(self, sample: Sample) -> int:
+        """Drafts that could all be accepted: one token more is emitted."""
+        cap = sample.params.max_tokens
+        left = self.max_model_len - sample.num_tokens
+        return max((left if cap is None else min(left, cap - len(sample.output_ids))) - 1, 0)
+
+    def _context(self, decoding: list[Scheduled]) -> int:
+        return sum(item.seq.num_tokens for item in decoding)
+
+    def _judge(
+        self, decoding: list[Scheduled], drafts: list[Draft], outcomes: list[Outcome], seconds: float, prefill: int
+    ) -> None:
+        """Tells the speculation what became of its drafts, and of every token that others may learn from."""
+        if self.speculation is None:
+            return
+        by_sequence = {id(outcome.seq): outcome for outcome in outcomes}
+        if decoding:
+            own = [by_sequence.pop(id(item.seq)) for item in decoding]
+            self.speculation.done(
+                [item.seq.sample for item in decoding],
+                drafts,
+                [outcome.accepted for outcome in own],
+                [outcome.emitted for outcome in own],
+                seconds - self._draft_seconds,
+                context=self._context(decoding),
+                prefill=prefill,
+            )
+        for outcome in by_sequence.values():
+            if outcome.emitted:
+                self.speculation.observe(outcome.seq.sample, outcome.emitted)
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def _commit(
+        self, outcome: Outcome, tokens: np.ndarray, logprobs: np.ndarray, fault: str | None, version: PolicyVersion
+    ) -> None:
+        """Appends tokens up to the first event in order of position: the end of the sample, or a fault. fault: why the
+        last of these tokens could not be sampled."""
+        seq, sample = outcome.seq, outcome.seq.sample
+        for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+            position = len(sample.output_ids)
+            if fault is not None and i == len(tokens) - 1:
+                outcome.failure = f"sampling output token {position}: the logits have {fault}"
+                return
+            sample.append(token, logprob, version, self.engine, seq.kv)
+            seq.token_ids.append(token)
+            outcome.emitted += 1
+            try:
+                outcome.end = check_end(
+                    sample, self.decoder.spec.eos_token_ids, self.max_model_len, self.decode_of(sample)
+                )
+            except Exception as error:  # a tokenizer may raise anything; only this sample is the worse for it
+                outcome.failure = f"decoding output token {position} for stop strings: {error!r}"
+                return
+            if outcome.end is not None:
+                return
+
+
+def _accepted(sampled: list[Scheduled], tokens: np.ndarray) -> list[int]:
+    """Drafts accepted, of each sequence. tokens: int64 [rows]."""
+    counts = [len(item.drafts) for item in sampled]
+    if not any(counts):
+        return counts
+    drafts = torch.tensor([token for item in sampled for token in item.drafts])
+    cu_drafts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    accepted: list[int] = verify_drafts(drafts, torch.from_numpy(tokens), cu_drafts).accepted.tolist()
+    return accepted

@@ -1,0 +1,173 @@
+"""How often drafts are accepted: measured per drafter, position, and estimate of the drafter.
+
+A token of a draft is *judged* once all before it on its path are accepted and the target has a token in its place: it
+is accepted or it is the one rejected. Those behind a rejected one are never judged.
+
+Under match verification a draft token is accepted exactly where it equals the token that the target samples, and that
+token does not depend on the draft. So a draft can be judged without verifying it: compare it with what the target goes
+on to commit. Drafts that were only made to be judged (`shadows`) cost the time to make them and nothing else.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+
+from longtail.spec_decode.drafter import Draft
+
+EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995, 0.999)
+"""Between the classes of a drafter's estimates; finer where a difference matters more. One more class: no estimate."""
+NO_ESTIMATE = len(EDGES) + 1
+POSITIONS = (0, 1, 2, 2, 3)
+"""Class of a position in the draft; those behind belong to the last class."""
+
+
+class AcceptanceFell(UserWarning):
+    """After a weight update a drafter's first tokens are accepted clearly less often than before."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceConfig:
+    memory: float = 400.0
+    """Judged tokens of a class that count: older ones fade."""
+    prior_weight: float = 12.0
+    """Judged tokens that the coarser estimate is worth: a class is believed once it has more."""
+    prior: float = 0.5
+    """Acceptance of a drafter that gives no estimates and has not been judged."""
+    fall: float = 0.2
+    """Relative fall of the first tokens' acceptance after a weight update that is reported,"""
+    fall_z: float = 4.0
+    """if it is as many standard deviations from chance (4: a false alarm in 30,000 updates were tokens independent),"""
+    fall_judged: int = 200
+    """judged on at least as many first tokens before and after."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "prior_weight", "fall_judged"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("prior", "fall"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
+
+
+class _Measured:
+    """What is known of one drafter."""
+
+    def __init__(self) -> None:
+        self.judged = [[0.0] * (NO_ESTIMATE + 1) for _ in range(max(POSITIONS) + 1)]
+        """By class of the position and of the estimate; older ones fade."""
+        self.accepted = [[0.0] * (NO_ESTIMATE + 1) for _ in range(max(POSITIONS) + 1)]
+        self.totals: list[list[int]] = []
+        """[judged, accepted] of each position, of the whole run."""
+        self.before = [0.0, 0.0]
+        """[judged, accepted] first tokens until the last weight update, faded,"""
+        self.since = [0.0, 0.0]
+        """and since."""
+
+
+class Acceptance:
+    """Measured acceptance of any number of drafters."""
+
+    def __init__(self, config: AcceptanceConfig | None = None) -> None:
+        self.config = config or AcceptanceConfig()
+        self._drafters: dict[str, _Measured] = {}
+        self._version: int | None = None
+
+    def judge(self, draft: Draft, accepted: int, rejected: bool) -> None:
+        """Of a path the first `accepted` tokens were accepted and, if `rejected`, the one after them was not. (If not,
+        the sample ended or the draft did: what is behind was not judged.)"""
+        judged = accepted + rejected
+        if judged > len(draft.tokens) or accepted < 0:
+            raise ValueError(f"accepted {accepted}, rejected {rejected}: the draft has {len(draft.tokens)} tokens")
+        if not judged:
+            return
+        measured = self._drafters.setdefault(draft.drafter, _Measured())
+        keep = 1.0 - 1.0 / self.config.memory
+        for i in range(judged):
+            hit = i < accepted
+            place = POSITIONS[min(i, len(POSITIONS) - 1)]
+            c = NO_ESTIMATE if draft.probs is None else bisect.bisect_left(EDGES, draft.probs[i])
+            measured.judged[place][c] = measured.judged[place][c] * keep + 1.0
+            measured.accepted[place][c] = measured.accepted[place][c] * keep + hit
+            if i == len(measured.totals):
+                measured.totals.append([0, 0])
+            measured.totals[i][0] += 1
+            measured.totals[i][1] += hit
+        measured.since[0] += 1.0
+        measured.since[1] += accepted > 0
+        if self._version is not None and measured.since[0] == self.config.fall_judged:
+            self._compare(draft.drafter, measured, self._version)
+
+    def estimate(self, drafts: Sequence[Draft]) -> list[np.ndarray]:
+        """For each draft (a path), for each token: the probability that it is accepted if those before it are. From
+        the class of position and estimate; where little is known of it, from the estimate's class at any position;
+        where little is known of that, the drafter's own estimate."""
+        out: list[np.ndarray] = []
+        by_name: dict[str, list[int]] = {}
+        for i, draft in enumerate(drafts):
+            out.append(np.empty(0))
+            if draft.tokens:
+                by_name.setdefault(draft.drafter, []).append(i)
+        weight = self.config.prior_weight
+        for name, indices in by_name.items():
+            chosen = [drafts[i] for i in indices]
+            places, classes = _classes(chosen)
+            own = np.concatenate(
+                [np.full(len(d), self.config.prior) if d.probs is None else np.asarray(d.probs) for d in chosen]
+            )
+            measured = self._drafters.get(name)
+            if measured is not None:
+                judged, accepted = np.array(measured.judged), np.array(measured.accepted)
+                own = (accepted.sum(0)[classes] + weight * own) / (judged.sum(0)[classes] + weight)
+                own = (accepted[places, classes] + weight * own) / (judged[places, classes] + weight)
+            for i, part in zip(indices, np.split(own, np.cumsum([len(d) for d in chosen])[:-1]), strict=True):
+                out[i] = part
+        return out
+
+    def first_token(self, drafter: str) -> float | None:
+        """Recent acceptance of a draft's first token; None if none was judged."""
+        measured = self._drafters.get(drafter)
+        judged = 0.0 if measured is None else sum(measured.judged[0])
+        return sum(measured.accepted[0]) / judged if measured is not None and judged else None
+
+    def by_position(self) -> dict[str, list[tuple[int, int]]]:
+        """For each drafter and position: (judged, accepted) over the whole run, shadows counted."""
+        return {name: [(j, a) for j, a in measured.totals] for name, measured in self._drafters.items()}
+
+    def weights_updated(self, version: int) -> None:
+        """The target has other weights: from here on acceptance is compared with what it was."""
+        self._version = version
+        keep = 1.0 - 1.0 / self.config.memory
+        for measured in self._drafters.values():
+            fade = keep ** measured.since[0]
+            measured.before = [b * fade + s for b, s in zip(measured.before, measured.since, strict=True)]
+            measured.since = [0.0, 0.0]
+
+    def _compare(self, name: str, measured: _Measured, version: int) -> None:
+        (n_before, k_before), (n, k) = measured.before, measured.since
+        if n_before < self.config.fall_judged:
+            return
+        before, after, pooled = k_before / n_before, k / n, (k_before + k) / (n_before + n)
+        deviation = math.sqrt(pooled * (1.0 - pooled) * (1.0 / n_before + 1.0 / n))
+        if before - after > self.config.fall_z * deviation and after < (1.0 - self.config.fall) * before:
+            warnings.warn(
+                AcceptanceFell(
+                    f"drafter {name}: {after:.0%} of first draft tokens are accepted since the weights of version "
+                    f"{version}, {before:.0%} before; train the drafter on newer rollouts, or drop it"
+                ),
+                stacklevel=3,
+            )
+
+
+def _classes(drafts: Sequence[Draft]) -> tuple[np.ndarray, np.ndarray]:
+    """(class of the position, class of the estimate) of every token, one draft after the other."""
+    places = np.concatenate([np.minimum(np.arange(len(d)), len(POSITIONS) - 1) for d in drafts])
+    classes = np.concatenate(
+        [np.full(len(d), NO_ESTIMATE) if d.probs is None else np.searchsorted(EDGES, d.probs) for d in drafts]
+    )
+    return np.array(POSITIONS)[places], classes

@@ -1,0 +1,190 @@
+"""Speculation beside an engine's step loop: drafters, controller and measurements behind three calls.
+
+    drafts = speculation.draft(samples, room, ...)   # before the pass: what to verify, cut to what pays
+    ...verify_drafts, commit tokens to the samples...
+    speculation.done(samples, drafts, accepted, emitted, seconds, ...)
+    counts = speculation.forget(sample.id)           # once the sample is done
+
+It hands out drafts and takes in what became of them. Verification, and the KV of rejected drafts, are the engine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from longtail.sample import Sample
+from longtail.spec_decode.acceptance import Acceptance, AcceptanceConfig
+from longtail.spec_decode.controller import Controller, ControllerConfig, Plan
+from longtail.spec_decode.drafter import Draft, Drafter, DraftRequest
+from longtail.spec_decode.metrics import Counts
+from longtail.spec_decode.step_cost import StepCost
+
+
+class Speculation:
+    """row_multiple: see `StepCost`. match: verification is by match, so that drafts can be judged unverified; False for
+    rejection sampling. clock: seconds. Drafts are paths."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        row_multiple: int = 1,
+        controller: Controller | ControllerConfig | None = None,
+        acceptance: AcceptanceConfig | None = None,
+        match: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.drafter = drafter
+        self.match = match
+        self.now = clock
+        if isinstance(controller, Controller):
+            self.controller, self.cost = controller, controller.cost
+        else:
+            self.cost = StepCost(row_multiple)
+            self.controller = Controller(self.cost, controller)
+        self.acceptance = Acceptance(acceptance)
+        self.total = Counts()
+        self.by_drafter: dict[str, Counts] = {}
+        self.plan: Plan | None = None
+        """Of the last step; None if no drafts were made."""
+        self._by_sample: dict[str, Counts] = {}
+        self._open: dict[str, tuple[int, Draft]] = {}  # (output tokens before it, a draft not judged to its end)
+        self._draft_seconds = 0.0
+        self._drafted_for = 0
+        self._turn = 0
+
+    def draft(
+        self, samples: Sequence[Sample], room: Sequence[int], *, context: float = 0.0, prefill: int = 0
+    ) -> list[Draft]:
+        """samples: all that decode in this step; room: the most drafts that each can take (its length cap, its blocks,
+        the row budget of the pass); context: KV tokens that the pass reads; prefill: rows of prompts in it.
+        -> one draft each, many of them empty."""
+        self._draft_seconds, self._drafted_for, self.plan = 0.0, 0, None
+        out = [Draft([], self.drafter.name) for _ in samples]
+        batch = len(samples)
+        asked = self.controller.ask(batch, context, prefill) if any(room) else 0
+        if not asked:
+            return out
+        start = self.now()
+        most = self.controller.config.max_drafts
+        chosen = list(range(batch))
+        if asked < batch:  # by turns
+            chosen = [(self._turn + i) % batch for i in range(asked)]
+            self._turn += asked
+        requests = [DraftRequest(samples[i], max(min(room[i], most), 0)) for i in chosen]
+        drafts = self.drafter.propose(requests)
+        for request, draft in zip(requests, drafts, strict=True):
+            if draft.parents is not None:
+                raise ValueError(f"drafter {draft.drafter} drafts trees; the verification takes one path")
+            if self.match and draft.tokens and request.sample.id not in self._open:
+                self._open[request.sample.id] = (len(request.sample.output_ids), draft)
+        self.plan = self.controller.plan(self.acceptance.estimate(drafts), batch, context, prefill, asked)
+        for i, draft, length in zip(chosen, drafts, self.plan.lengths, strict=True):
+            out[i] = draft.cut(length)
+        self._draft_seconds = self.now() - start
+        self._drafted_for = sum(r.max_tokens > 0 for r in requests)
+        return out
+
+    def done(
+        self,
+        samples: Sequence[Sample],
+        drafts: Sequence[Draft],
+        accepted: Sequence[int],
+        emitted: Sequence[int],
+        seconds: float,
+        *,
+        context: float = 0.0,
+        prefill: int = 0,
+    ) -> None:
+        """As for `draft`, once the samples hold their tokens: for each sample, draft tokens accepted, and tokens
+        committed; 0 where its result was thrown away (paused or preempted meanwhile, failed). seconds: of the step
+        without the drafting."""
+        rows = sum(map(len, drafts))
+        each = self._draft_seconds / max(self._drafted_for, 1)
+        row_seconds = seconds / (len(samples) + rows + prefill) if samples else 0.0
+        for sample, draft, taken, new in zip(samples, drafts, accepted, emitted, strict=True):
+            if each or draft.tokens:
+                counts = Counts(draft_seconds=each)
+                if draft.tokens and new:
+                    counts.steps, counts.drafted, counts.accepted, counts.emitted = 1, len(draft), taken, new
+                    counts.verify_seconds = row_seconds * (len(draft) + 1)
+                    if not self.match:
+                        self.acceptance.judge(draft, taken, rejected=taken < len(draft) and new > taken)
+                self.total.add(counts)
+                self.by_drafter.setdefault(draft.drafter, Counts()).add(counts)
+                self._by_sample.setdefault(sample.id, Counts()).add(counts)
+            if new:
+                self.observe(sample, new)
+        self.controller.done(
+            len(samples),
+            rows,
+            sum(emitted),
+            seconds,
+            drafted_for=self._drafted_for,
+            draft_seconds=self._draft_seconds,
+            context=context,
+            prefill=prefill,
+        )
+        self._draft_seconds, self._drafted_for = 0.0, 0
+
+    def observe(self, sample: Sample, num_new: int) -> None:
+        """Tokens that `done` was not told of: the first one after a prompt, those of a sample that comes in."""
+        self._judge(sample)
+        self.drafter.observe(sample, num_new)
+
+    def forget(self, sample_id: str) -> Counts:
+        """The sample is done, or leaves. -> what drafting did for it since it came."""
+        self._open.pop(sample_id, None)
+        self.drafter.forget(sample_id)
+        return self._by_sample.pop(sample_id, Counts())
+
+    def weights_updated(self, version: int) -> None:
+        self.acceptance.weights_updated(version)
+
+    def _judge(self, sample: Sample) -> None:
+        if sample.id not in self._open:
+            return
+        start, draft = self._open[sample.id]
+        stream = sample.output_ids[start : start + len(draft)]
+        same = 0
+        while same < len(stream) and stream[same] == draft.tokens[same]:
+            same += 1
+        if same < len(stream) or same == len(draft) or sample.is_done:
+            self.acceptance.judge(draft, same, rejected=same < len(stream))
+            del self._open[sample.id]
+
+    def report(self) -> dict[str, Any]:
+        """Counts, acceptance by drafter and position, and for each batch size what was done and why."""
+        positions = self.acceptance.by_position()
+        drafters = {}
+        for name in dict.fromkeys([*positions, *self.by_drafter]):
+            c = self.by_drafter.get(name, Counts())
+            drafters[name] = {
+                "drafted": c.drafted,
+                "accepted": c.accepted,
+                "emitted": c.emitted,
+                "steps": c.steps,
+                "acceptance_length": c.acceptance_length,
+                "draft_seconds": c.draft_seconds,
+                "verify_seconds": c.verify_seconds,
+                "judged_by_position": [judged for judged, _ in positions.get(name, [])],
+                "accepted_by_position": [accepted for _, accepted in positions.get(name, [])],
+                "recent_first_token_acceptance": self.acceptance.first_token(name),
+            }
+        batches = []
+        for batch in sorted({batch for batch, _ in self.controller.reasons}):
+            batches.append(
+                {
+                    "batch": batch,
+                    "steps": self.controller.reasons_of(batch),
+                    "break_even_acceptance": self.controller.break_even(batch),
+                }
+            )
+        return {
+            "drafters": drafters,
+            "batches": batches,
+            "won_seconds": self.controller.balance,
+            "elapsed_seconds": self.controller.elapsed,
+        }

@@ -1,0 +1,266 @@
+"""Drafts from what was written before: `group` (everything known of a prompt), `ngram` (the sample alone).
+
+Both are one drafter on a `SuffixIndex`; they differ in whose tokens share an index.
+
+    group    one index a prompt (identity: its token ids): the prompt, the samples that run now, and those of earlier
+             epochs, aged by policy version. A sample is heard by its siblings as it runs.
+    ngram    one index a sample: its prompt and its own output, gone when the sample is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Literal
+
+from longtail.sample import Sample
+from longtail.spec_decode.drafter import Draft, DraftRequest
+from longtail.spec_decode.suffix_index import AGELESS, START, Lookup, SuffixIndex, compile_all
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixConfig:
+    """Checked at construction."""
+
+    lookup: Lookup = dataclasses.field(default_factory=Lookup)
+    max_tokens_per_index: int = 1 << 18
+    """Tokens kept of one prompt (`ngram`: of one sample). Beyond it the index is made anew from half as many: whole
+    samples that are done go first, those of the oldest version before others; then the beginnings of live ones."""
+    max_tokens: int = 1 << 24
+    """Tokens kept in all. Beyond it the prompts go that have no live sample, the one unused for longest first; then
+    the largest index is halved."""
+    tree: bool = False
+    """Draft several paths, as a tree. Off while the verification takes one path."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens_per_index < 1024:
+            raise ValueError(f"max_tokens_per_index must be at least 1024, not {self.max_tokens_per_index}")
+        if self.max_tokens < self.max_tokens_per_index:
+            raise ValueError(
+                f"max_tokens {self.max_tokens} is below max_tokens_per_index {self.max_tokens_per_index}; raise it"
+            )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Text:
+    """A sample's output in an index."""
+
+    sample_id: str
+    shared: _Shared
+    tail: int
+    length: int = 0
+    """Output tokens seen,"""
+    dropped: int = 0
+    """of these gone again, from the beginning."""
+    live: bool = True
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Shared:
+    """An index and the texts in it, oldest first."""
+
+    key: Hashable
+    prompt: tuple[int, ...]
+    index: SuffixIndex
+    prompt_tail: int
+    texts: dict[str, _Text] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_live(self) -> bool:
+        return any(text.live for text in self.texts.values())
+
+
+class SuffixDrafter:
+    """scope: whose tokens share an index: those of a prompt (`group`) or of a sample (`ngram`)."""
+
+    def __init__(self, scope: Literal["prompt", "sample"], config: SuffixConfig | None = None) -> None:
+        if scope not in ("prompt", "sample"):
+            raise ValueError(f'scope must be "prompt" or "sample", not {scope!r}')
+        self.scope = scope
+        self.name = "group" if scope == "prompt" else "ngram"
+        self.config = config or SuffixConfig()
+        compile_all()
+        self._live: dict[str, _Text] = {}
+        self._shared: dict[Hashable, _Shared] = {}  # the one used last stands last
+        self.num_tokens = 0
+        """Tokens kept, prompts counted once an index."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all indexes."""
+        return sum(shared.index.num_bytes for shared in self._shared.values())
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = []
+        for request in requests:
+            if request.max_tokens < 1:
+                drafts.append(Draft([], self.name))
+                continue
+            text = self._catch_up(request.sample)
+            found = text.shared.index.draft(text.tail, request.max_tokens, tree=self.config.tree)
+            parents = found.parents if self.config.tree else None
+            drafts.append(Draft(found.tokens, self.name, found.probs, parents))
+        return drafts
+
+    def observe(self, sample: Sample, num_new: int) -> None:
+        self._catch_up(sample)
+
+    def forget(self, sample_id: str) -> None:
+        text = self._live.pop(sample_id, None)
+        if text is None:
+            return
+        text.live = False
+        if self.scope == "sample":
+            self._drop(text.shared)
+
+    def learn(self, sample: Sample) -> None:
+        """Takes in a sample that does not run: of an earlier epoch, out of a store."""
+        self._catch_up(sample)
+        self.forget(sample.id)
+
+    def _catch_up(self, sample: Sample) -> _Text:
+        """Brings the index up to the tokens that the sample has."""
+        text = self._live.get(sample.id)
+        if text is None or len(sample.output_ids) < text.length:
+            text = self._attach(sample)
+        start, end = text.length, len(sample.output_ids)
+        if start == end:
+            return text
+        index, versions = text.shared.index, sample.versions
+        before = index.num_tokens
+        while start < end:
+            stop = end
+            if versions[end - 1] != versions[start]:  # versions only grow within a sample
+                stop = next(i for i in range(start, end) if versions[i] != versions[start])
+            text.tail = index.append(text.tail, sample.output_ids[start:stop], versions[start])
+            start = stop
+        text.length = end
+        self.num_tokens += index.num_tokens - before
+        if index.num_tokens > self.config.max_tokens_per_index:
+            self._shrink(text.shared)
+        if self.num_tokens > self.config.max_tokens:
+            self._make_room()
+        return text
+
+    def _attach(self, sample: Sample) -> _Text:
+        key: Hashable = sample.prompt_ids if self.scope == "prompt" else sample.id
+        shared = self._shared.pop(key, None)
+        text = shared.texts.get(sample.id) if shared is not None else None
+        again = text is not None and sample.prompt_ids == text.shared.prompt and _begins_with(sample, text)
+        if shared is not None and self.scope == "sample" and not again:  # an id that is used again
+            self.num_tokens -= shared.index.num_tokens
+            shared = text = None
+        if shared is None:
+            index = SuffixIndex(self.config.lookup)
+            tail = index.append(START, sample.prompt_ids, AGELESS)
+            shared = _Shared(key, sample.prompt_ids, index, tail)
+            self.num_tokens += index.num_tokens
+        self._shared[key] = shared
+        if text is None or not again:
+            # An id that comes again with other tokens is another sample: the text of the first stays, without its id.
+            if text is not None:
+                text.live = False
+                shared.texts[f"{sample.id} #{len(shared.texts)}"] = shared.texts.pop(sample.id)
+            text = shared.texts[sample.id] = _Text(sample.id, shared, shared.prompt_tail)
+        text.live = True
+        self._live[sample.id] = text
+        return text
+
+    # ---- bounded memory
+
+    def _shrink(self, shared: _Shared) -> None:
+        """Makes the index anew with at most half of what it may hold."""
+        old = shared.index
+        room = min(self.config.max_tokens_per_index, old.num_tokens) // 2
+        contents = {text: old.read(text.tail) for text in shared.texts.values() if text.tail != shared.prompt_tail}
+        kept: dict[_Text, int] = {}
+        live = [text for text in contents if text.live]
+        for text in live:
+            kept[text] = min(len(contents[text][0]), max(room // len(live), 1))
+        room -= sum(kept.values())
+        done = [text for text in contents if not text.live]
+        newest = {text: int(contents[text][1][-1]) for text in done}
+        for text in sorted(done, key=lambda t: newest[t])[::-1]:  # of equal version the one that came last first
+            if len(contents[text][0]) > room:
+                break
+            kept[text] = len(contents[text][0])
+            room -= kept[text]
+        # A prompt that alone fills an index is kept at its end, where responses begin.
+        prompt = shared.prompt[-(self.config.max_tokens_per_index // 2) :]
+        index = SuffixIndex(self.config.lookup, (len(prompt) + sum(kept.values())) // PAGE_ROOM)
+        shared.prompt_tail = index.append(START, prompt, AGELESS)
+        for name, text in list(shared.texts.items()):
+            if text not in contents:
+                text.tail = shared.prompt_tail
+                continue
+            if text not in kept:
+                del shared.texts[name]
+                continue
+            tokens, versions = (part[-kept[text] :].tolist() for part in contents[text])
+            text.dropped = text.length - len(tokens)
+            tail = shared.prompt_tail if text.dropped == 0 else START
+            start = 0
+            while start < len(tokens):
+                stop = start + versions[start:].count(versions[start])
+                tail = index.append(tail, tokens[start:stop], versions[start])
+                start = stop
+            text.tail = tail
+        self.num_tokens += index.num_tokens - old.num_tokens
+        shared.index = index
+
+    def _make_room(self) -> None:
+        for shared in list(self._shared.values()):
+            if self.num_tokens <= self.config.max_tokens * 3 // 4:
+                return
+            if not shared.has_live:
+                self._drop(shared)
+        while self.num_tokens > self.config.max_tokens:
+            largest = max(self._shared.values(), key=lambda shared: shared.index.num_tokens)
+            before = self.num_tokens
+            self._shrink(largest)
+            if self.num_tokens >= before:  # nothing but prompts of live samples
+                return
+
+    def _drop(self, shared: _Shared) -> None:
+        self._shared.pop(shared.key)
+        self.num_tokens -= shared.index.num_tokens
+
+    def check_integrity(self) -> None:
+        """AssertionError if the counts or the texts do not add up."""
+        total = 0
+        for key, shared in self._shared.items():
+            assert shared.key == key
+            total += shared.index.num_tokens
+            own = len(shared.index.read(shared.prompt_tail)[0])
+            for text in shared.texts.values():
+                assert text.shared is shared and (not text.live or self._live.get(text.sample_id) is text), key
+                count = 0 if text.tail == shared.prompt_tail else len(shared.index.read(text.tail)[0])
+                assert count == text.length - text.dropped, (text.sample_id, count, text.length, text.dropped)
+                own += count
+            assert own == shared.index.num_tokens, (key, own, shared.index.num_tokens)
+        assert total == self.num_tokens, (total, self.num_tokens)
+        assert all(text.live and text.shared.key in self._shared for text in self._live.values())
+
+
+PAGE_ROOM = 16
+"""Tokens a page when an index is made anew: texts end in the middle of pages."""
+
+
+def _begins_with(sample: Sample, text: _Text) -> bool:
+    """Whether the text is a beginning of the sample's output (the part of it that is still kept)."""
+    if len(sample.output_ids) < text.length:
+        return False
+    if text.tail == text.shared.prompt_tail:
+        return True
+    tokens, _ = text.shared.index.read(text.tail)
+    return bool(sample.output_ids[text.dropped : text.length] == tokens.tolist())
+
+
+def group_drafter(config: SuffixConfig | None = None) -> SuffixDrafter:
+    """Drafts from all that is known of the prompt."""
+    return SuffixDrafter("prompt", config)
+
+
+def ngram_drafter(config: SuffixConfig | None = None) -> SuffixDrafter:
+    """Drafts from the sample's prompt and output."""
+    return SuffixDrafter("sample", config)

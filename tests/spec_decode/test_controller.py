@@ -1,0 +1,200 @@
+"""Draft lengths: by hand, against every possible split, and in simulated runs of known acceptance and cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.spec_decode.simulation import Accept, padded, simulate
+
+from longtail.spec_decode.controller import Controller, ControllerConfig, split
+from longtail.spec_decode.step_cost import StepCost
+
+# ---- the split
+
+
+def test_a_split_by_hand() -> None:
+    """Two sequences; every row over 2 costs half of what the first two do. Gains .9, .81, .6, .36: rates 2/2, 2.9/2.5,
+    3.71/3, 4.31/3.5, 4.67/4: the second draft row is the last that pays."""
+    curve = np.array([2.0, 2.0, 2.0, 2.5, 3.0, 3.5, 4.0])
+    lengths, speedup = split([np.array([0.6, 0.6]), np.array([0.9, 0.9])], 2, curve)
+    assert lengths == [0, 2]
+    assert speedup == pytest.approx(3.71 / 3)
+
+
+def test_free_rows_are_taken() -> None:
+    """Of a block of 4 rows one sequence uses 1: three drafts cost nothing, however unlikely."""
+    curve = np.array([1.0] * 5 + [1.5] * 4)
+    assert split([np.array([0.1] * 7)], 1, curve)[0] == [3]
+    assert split([np.array([0.9] * 7)], 1, curve)[0] == [7]
+    assert split([np.array([0.0] * 7)], 1, curve) == ([0], 1.0)
+
+
+def test_nothing_to_split() -> None:
+    assert split([], 0, np.array([1.0])) == ([], 1.0)
+    assert split([np.empty(0), np.empty(0)], 2, np.ones(3)) == ([0, 0], 1.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_split_is_better(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    drafts = [rng.random(rng.integers(0, 4)) for _ in range(4)]
+    batch = 4 + int(rng.integers(2))
+    curve = np.cumsum(rng.random(30) * (rng.random(30) < 0.5)) + 1.0
+    lengths, speedup = split(drafts, batch, curve)
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        emitted = batch + sum(float(np.cumprod(d[:n]).sum()) for d, n in zip(drafts, lengths, strict=True))
+        return emitted / curve[batch + sum(lengths)]
+
+    best = max(rate(choice) for choice in itertools.product(*(range(len(d) + 1) for d in drafts)))
+    assert rate(tuple(lengths)) == pytest.approx(best)
+    assert speedup == pytest.approx(best * curve[batch] / batch)
+
+
+# ---- one step
+
+
+def controller(row_seconds: float, batch: int, elapsed_steps: int = 0) -> Controller:
+    """One that knows the cost of up to 40 rows."""
+    c = Controller(StepCost(4))
+    for rows in range(1, 41):
+        for _ in range(5):
+            c.cost.record(rows, 0.010 + row_seconds * 4 * -(-rows // 4))
+    for _ in range(elapsed_steps):
+        c.done(batch, 0, batch, float(c.cost.seconds(batch)))
+    return c
+
+
+def test_what_pays_is_drafted_and_what_does_not_is_off_and_says_why() -> None:
+    c = controller(0.001, 4)
+    plan = c.plan([np.array([0.9, 0.9, 0.9])] * 4, 4)
+    assert (plan.reason, plan.lengths) == ("drafted", [3] * 4)
+    # 8 rows take 18 ms for up to 4 + 4 * .2 tokens, 4 rows 14 ms for 4.
+    plan = c.plan([np.array([0.2])] * 4, 4)
+    assert (plan.reason, plan.lengths) == ("does not pay", [0] * 4)
+    assert c.plan([np.empty(0)] * 4, 4).reason == "nothing drafted"
+    assert c.reasons_of(4) == {"drafted": 1, "does not pay": 1, "nothing drafted": 1}
+    # Four sequences with one draft each: 4 (1 + a) / 18 = 4 / 14 at a = 2 / 7; the margin of 1 % takes 0.013 more.
+    assert c.break_even(4) == pytest.approx(1.01 * 18 / 14 - 1, abs=2e-4)
+    assert c.break_even(1) == pytest.approx(0.01, abs=2e-4)  # three rows are free: only the margin
+    assert Controller(StepCost()).break_even(1) is None
+
+
+def test_a_cost_that_is_not_known_is_measured_first() -> None:
+    c = Controller(StepCost())
+    assert c.ask(2) == 0
+    for _ in range(5):
+        assert c.ask(2) == 0 or c.plan([np.array([0.9])] * 2, 2).reason == "measuring"
+        c.done(2, 0, 2, 0.01)
+    assert c.plan([np.array([0.9])] * 2, 2).reason != "measuring"
+
+
+def test_dear_drafts_are_made_for_a_few_to_judge_them() -> None:
+    c = controller(0.0001, 8, elapsed_steps=1000)  # 10.8 ms a step
+    c.done(8, 0, 8, 0.0108, drafted_for=8, draft_seconds=5.0)  # the first ones compiled something
+    assert c.balance == 0.0
+    c.done(8, 0, 8, 0.0108, drafted_for=8, draft_seconds=0.016)  # 2 ms each, and nothing known to gain
+    c.balance = 0.0
+    count = c.ask(8)
+    assert count == 8  # a quarter of 2 % of 10.8 s is 54 ms
+    c.balance = -0.05
+    assert c.ask(8) == 2
+    c.balance = -0.06
+    assert c.ask(8) == 0
+    assert c.plan([np.array([0.9] * 8)] * 2, 8, asked=2).reason == "cost of drafting"
+
+
+def test_losses_are_bounded() -> None:
+    """Drafts that are expected to pay, and never do."""
+    c = controller(0.001, 4)
+    drafted = 0
+    for _ in range(2000):
+        plan = c.plan([np.array([0.9, 0.9, 0.9])] * 4, 4)
+        seconds = float(c.cost.seconds(4 + plan.rows))
+        c.done(4, plan.rows, 4, seconds)
+        drafted += plan.rows > 0
+    assert 0 < drafted < 100
+    assert c.reasons[4, "loss bound"] > 1800
+    assert -0.0215 * c.elapsed < c.balance < -0.015 * c.elapsed
+
+
+def test_what_was_won_is_not_all_lost_again() -> None:
+    c = controller(0.001, 4)
+    for _ in range(1000):
+        c.done(4, 4, 8, 0.018)
+    assert c.balance == pytest.approx(10 * 0.014)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_drafts", 0), ("refresh", 0), ("margin", -0.1), ("max_loss", 1.0), ("free", -1.0), ("max_credit", -1.0)],
+)
+def test_bad_settings_are_named(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        ControllerConfig(**{field: value})  # type: ignore[arg-type]
+
+
+# ---- runs
+
+COSTS = {
+    "a row costs": padded(0.008, 0.001),
+    "rows are cheap": padded(0.020, 0.0001),
+    "rows are dear": padded(0.001, 0.002),
+}
+TAIL = [(32, 60), (16, 60), (8, 60), (4, 100), (2, 200), (1, 400)]
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("batches", [[(1, 1000)], [(4, 600)], [(32, 500)], TAIL], ids=["1", "4", "32", "tail"])
+def test_regret_against_the_best_fixed_length(cost: str, acceptance: float, batches: list[tuple[int, int]]) -> None:
+    """Within 8 % of the best of fixed lengths 0 to 8 (which is known in hindsight only): what learning costs."""
+    chosen = simulate(batches, COSTS[cost], lambda step, number: acceptance).seconds
+    fixed = [simulate(batches, COSTS[cost], lambda *_: acceptance, fixed=n).seconds for n in range(9)]
+    assert chosen <= 1.08 * min(fixed)
+
+
+ADVERSE: dict[str, Accept] = {
+    "never": lambda step, number: 0.0,
+    "good, then never": lambda step, number: 0.9 if step < 150 else 0.0,
+    "never, then good": lambda step, number: 0.0 if step < 150 else 0.9,
+    "by turns of 50": lambda step, number: 0.9 if step // 50 % 2 else 0.0,
+    "by turns of 5": lambda step, number: 0.9 if step // 5 % 2 else 0.0,
+    "every other sample": lambda step, number: 0.9 if number % 2 else 0.0,
+    "near break-even": lambda step, number: 0.3,
+}
+CLAIMS: dict[str, Callable[[float], float] | None] = {
+    "honest": lambda chance: chance,
+    "boasting": lambda chance: 0.95,
+    "silent": None,
+}
+
+
+@pytest.mark.parametrize("claims", CLAIMS)
+@pytest.mark.parametrize("adverse", ADVERSE)
+def test_never_slower_than_off_by_more_than_3_percent(adverse: str, claims: str) -> None:
+    """At batch 1 to 32, with drafts that cost next to nothing and drafts that cost 1 ms each, on a noisy machine
+    (10 % a step, and now and then a step that takes six times as long)."""
+    for batches in ([(1, 400)], [(3, 300)], [(8, 200)], [(32, 60)]):
+        off = simulate(batches, COSTS["a row costs"], lambda *_: 0.0, fixed=0).seconds
+        for draft_seconds in (2e-5, 1e-3):
+            run = simulate(
+                batches,
+                COSTS["a row costs"],
+                ADVERSE[adverse],
+                claims=CLAIMS[claims],
+                draft_seconds=draft_seconds,
+                disturb=lambda step: 6.0 if step * 7919 % 41 == 0 else 1.0,
+            )
+            assert off / run.seconds >= 0.97, (batches, draft_seconds, run.speculation.report())
+
+
+def test_a_drafter_that_becomes_good_is_noticed() -> None:
+    accept: Accept = lambda step, number: 0.0 if step < 300 else 0.8  # noqa: E731
+    off = simulate([(4, 2000)], COSTS["rows are cheap"], accept, fixed=0).seconds
+    run = simulate([(4, 2000)], COSTS["rows are cheap"], accept)
+    assert off / run.seconds > 1.8
+    assert run.speculation.controller.reasons[4, "does not pay"] > 250

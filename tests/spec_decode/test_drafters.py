@@ -1,0 +1,264 @@
+"""The suffix drafters: who learns from whom, what is kept, and choice by name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from tests.spec_decode.helpers import commit, draft_of, extend, make_sample
+
+from longtail.sample import Sample
+from longtail.spec_decode.choice import FirstOf, make_drafter
+from longtail.spec_decode.drafter import Draft, DraftRequest
+from longtail.spec_decode.suffix_drafter import SuffixConfig, SuffixDrafter, group_drafter, ngram_drafter
+from longtail.spec_decode.suffix_index import Lookup
+
+
+def test_a_sample_learns_from_its_sibling_as_it_runs() -> None:
+    drafter = group_drafter()
+    leader, follower = make_sample("a/0"), make_sample("a/1")
+    commit(drafter, leader, [10, 11, 12, 13])
+    assert draft_of(drafter, follower).tokens == [10, 11, 12, 13]
+    commit(drafter, follower, [10, 11])
+    commit(drafter, leader, [14])
+    assert draft_of(drafter, follower).tokens == [12, 13, 14]
+    assert draft_of(drafter, follower, 2).tokens == [12, 13]
+    assert draft_of(drafter, leader).tokens == []
+    drafter.check_integrity()
+
+
+def test_ngram_learns_from_itself_only() -> None:
+    drafter = ngram_drafter()
+    sample, sibling = make_sample("a/0", [5, 6, 7, 8]), make_sample("a/1", [5, 6, 7, 8])
+    commit(drafter, sibling, [50, 6, 7, 60])
+    commit(drafter, sample, [50])
+    assert draft_of(drafter, sample).tokens == []
+    commit(drafter, sample, [6])
+    assert draft_of(drafter, sample).tokens == [7, 8]  # of the prompt, to its end
+    commit(drafter, sample, [9, 50, 6])
+    assert draft_of(drafter, sample, 6).tokens == [9, 50, 6, 9, 50, 6]  # of the output, which goes round
+    drafter.forget("a/0")
+    drafter.forget("a/1")
+    assert drafter.num_tokens == drafter.num_bytes == 0
+    drafter.check_integrity()
+
+
+def test_an_earlier_epoch_of_a_prompt_is_remembered_and_another_prompt_is_not() -> None:
+    drafter = group_drafter()
+    drafter.learn(make_sample("epoch0/0", [1, 2, 3], [10, 11, 12], version=0))
+    assert draft_of(drafter, make_sample("epoch1/0", [1, 2, 3])).tokens == [10, 11, 12]
+    assert draft_of(drafter, make_sample("other/0", [7, 2, 3])).tokens == []
+    drafter.check_integrity()
+
+
+def test_the_later_epoch_outweighs_an_earlier_one() -> None:
+    drafter = group_drafter(SuffixConfig(lookup=Lookup(decay=0.4)))
+    for i in range(2):
+        drafter.learn(make_sample(f"epoch0/{i}", output=[10, 11], version=0))
+    drafter.learn(make_sample("epoch1/0", output=[20, 21], version=1))
+    assert draft_of(drafter, make_sample("epoch2/0")).tokens == [20, 21]
+
+
+def test_a_resumed_sample_is_not_learnt_twice() -> None:
+    drafter = group_drafter()
+    sample = make_sample("a/0")
+    commit(drafter, sample, range(10, 40))
+    before = drafter.num_tokens
+    drafter.forget("a/0")
+    again = make_sample("a/0", output=range(10, 40))  # another object, as it comes out of a store
+    drafter.observe(again, 0)
+    assert drafter.num_tokens == before
+    extend(again, range(40, 50), version=3)
+    assert draft_of(drafter, again).tokens == []  # catches up with tokens nobody told of
+    assert drafter.num_tokens == before + 10
+    drafter.check_integrity()
+
+
+@pytest.mark.parametrize("make", [group_drafter, ngram_drafter])
+def test_an_id_that_comes_again_with_other_tokens_is_another_sample(make: type) -> None:
+    drafter = make()
+    commit(drafter, make_sample("a/0"), [10, 11, 12, 13])
+    other = make_sample("a/0", output=[10, 20])
+    assert draft_of(drafter, other).tokens == []
+    commit(drafter, other, [10])
+    assert draft_of(drafter, other).tokens[:1] == [20]
+    commit(drafter, other, [11])
+    assert draft_of(drafter, other).tokens == ([12, 13] if drafter.name == "group" else [])  # the first one's stay
+    drafter.check_integrity()
+
+
+def test_versions_within_a_sample_are_kept() -> None:
+    drafter = group_drafter()
+    sample = make_sample("a/0")
+    extend(sample, [10, 11], version=1)
+    extend(sample, [12], version=2)
+    extend(sample, [13, 14], version=5)
+    drafter.observe(sample, 5)
+    text = drafter._live["a/0"]
+    tokens, versions = text.shared.index.read(text.tail)
+    assert tokens.tolist() == [10, 11, 12, 13, 14]
+    assert versions.tolist() == [1, 1, 2, 5, 5]
+
+
+def random_run(drafter: SuffixDrafter, seed: int, steps: int) -> list[Draft]:
+    rng = random.Random(seed)
+    drafts: list[Draft] = []
+    live: list[Sample] = []
+    made = 0
+    for step in range(steps):
+        if len(live) < 6:
+            live.append(make_sample(f"s{made}", [rng.randrange(4)] * 5))
+            made += 1
+        sample = rng.choice(live)
+        drafts.append(draft_of(drafter, sample))
+        commit(drafter, sample, [rng.randrange(5) for _ in range(rng.randrange(1, 40))], step // 100)
+        if rng.random() < 0.1:
+            live.remove(sample)
+            drafter.forget(sample.id)
+        drafter.check_integrity()
+    return drafts
+
+
+def test_memory_is_bounded_and_what_is_kept_adds_up() -> None:
+    config = SuffixConfig(max_tokens_per_index=1024, max_tokens=2500)
+    drafter = group_drafter(config)
+    for part in range(6):
+        random_run(drafter, part, 60)
+        for sample_id in list(drafter._live):
+            drafter.forget(sample_id)
+        assert drafter.num_tokens <= config.max_tokens
+        assert all(s.index.num_tokens <= config.max_tokens_per_index for s in drafter._shared.values())
+
+
+def test_live_samples_alone_are_bounded_too() -> None:
+    drafter = group_drafter(SuffixConfig(max_tokens_per_index=1024, max_tokens=1024))
+    samples = [make_sample(f"a/{i}") for i in range(3)]
+    rng = random.Random(0)
+    for _ in range(200):
+        for sample in samples:
+            commit(drafter, sample, [rng.randrange(1000) for _ in range(7)])
+            assert drafter.num_tokens <= 1024
+        drafter.check_integrity()
+    commit(drafter, samples[0], samples[1].output_ids[-40:-20])
+    assert draft_of(drafter, samples[0]).tokens == samples[1].output_ids[-20:-12]  # the latest tokens are there
+
+
+def test_done_samples_of_old_versions_go_first() -> None:
+    drafter = group_drafter(SuffixConfig(max_tokens_per_index=1024))
+    for version in (2, 0, 1):
+        output = range(1000 * version + 10, 1000 * version + 260)
+        drafter.learn(make_sample(f"v{version}", output=output, version=version))
+    live = make_sample("live")
+    commit(drafter, live, range(5000, 5300), version=2)  # too many: 3 + 4 * 250 + 50
+    shared = drafter._live["live"].shared
+    assert list(shared.texts) == ["live"]  # 512 hold the live one, and not 250 more besides the prompt
+    drafter.learn(make_sample("v3", output=range(3010, 3260), version=3))
+    commit(drafter, live, range(6000, 6500), version=2)
+    assert drafter.num_tokens <= 1024
+    drafter.check_integrity()
+
+
+@pytest.mark.parametrize("make", [group_drafter, ngram_drafter])
+def test_the_same_run_gives_the_same_drafts(make: type) -> None:
+    config = SuffixConfig(max_tokens_per_index=1024, max_tokens=3000)
+    assert random_run(make(config), 3, 300) == random_run(make(config), 3, 300)
+
+
+def test_drafts_are_not_learnt() -> None:
+    """Only committed tokens count: proposing, however often, changes nothing."""
+    told, asked = group_drafter(), group_drafter()
+    for drafter in (told, asked):
+        sample, sibling = make_sample("a/0"), make_sample("a/1")
+        commit(drafter, sibling, [10, 11, 12])
+        for _ in range(10 if drafter is asked else 0):
+            draft_of(drafter, sample)
+        commit(drafter, sample, [10, 30])
+    assert told.num_tokens == asked.num_tokens
+    assert draft_of(told, make_sample("a/2")) == draft_of(asked, make_sample("a/2"))
+
+
+def test_trees() -> None:
+    drafter = group_drafter(SuffixConfig(tree=True, lookup=Lookup(min_prob=0.0)))
+    for i, output in enumerate(([10, 11], [10, 12], [20])):
+        drafter.learn(make_sample(f"a/{i}", output=output))
+    draft = draft_of(drafter, make_sample("a/9"))
+    assert draft.parents is not None
+    assert (draft.tokens, draft.parents) == ([10, 20, 12, 11], [-1, -1, 0, 0])
+    cut = draft.cut(2)
+    assert (cut.tokens, cut.parents) == ([10, 20], [-1, -1])
+    assert cut.probs == (draft.probs or [])[:2]
+
+
+# ---- choice by name
+
+
+class Fixed:
+    """Says the same of every sample whose last token is not in `silent`."""
+
+    def __init__(self, name: str, tokens: list[int], silent: tuple[int, ...] = ()) -> None:
+        self.name, self.tokens, self.silent = name, tokens, silent
+        self.seen: list[str] = []
+        self.asked: list[str] = []
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        self.asked += [r.sample.id for r in requests]
+        return [
+            Draft([] if r.sample.prompt_ids[-1] in self.silent else self.tokens[: r.max_tokens], self.name)
+            for r in requests
+        ]
+
+    def observe(self, sample: Sample, num_new: int) -> None:
+        self.seen.append(sample.id)
+
+    def forget(self, sample_id: str) -> None:
+        self.seen.remove(sample_id)
+
+
+def test_the_first_that_has_something_to_say_is_heard() -> None:
+    first, second, third = Fixed("x", [1, 2], silent=(7, 8)), Fixed("y", [3], silent=(8,)), Fixed("z", [4])
+    drafter = make_drafter("x > y>z", {"x": first, "y": second, "z": third})
+    assert drafter.name == "x>y>z"
+    samples = [make_sample(name, [last]) for name, last in (("a", 1), ("b", 7), ("c", 8), ("d", 8))]
+    drafts = drafter.propose([DraftRequest(s, 0 if s.id == "d" else 2) for s in samples])
+    assert [(d.tokens, d.drafter) for d in drafts] == [([1, 2], "x"), ([3], "y"), ([4], "z"), ([], "x")]
+    assert (second.asked, third.asked) == (["b", "c"], ["c"])
+    drafter.observe(samples[0], 1)
+    assert first.seen == second.seen == third.seen == ["a"]
+    drafter.forget("a")
+    assert first.seen == second.seen == third.seen == []
+
+
+def test_choice_by_name() -> None:
+    assert make_drafter("group").name == "group"
+    assert make_drafter("group>ngram").name == "group>ngram"
+    assert make_drafter("group", {"group": group_drafter(SuffixConfig(tree=True))}).config.tree  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        ("", "lacks a name"),
+        ("group>", "lacks a name"),
+        ("grup", "did you mean 'group'"),
+        ("mtp", "There are group, ngram"),
+        ("group>group", "names one drafter twice"),
+    ],
+)
+def test_a_bad_choice_is_named(choice: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_drafter(choice)
+
+
+def test_a_composition_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        FirstOf([])
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ValueError, match="max_tokens_per_index"):
+        SuffixConfig(max_tokens_per_index=10)
+    with pytest.raises(ValueError, match="raise it"):
+        SuffixConfig(max_tokens=2000)
+    with pytest.raises(ValueError, match="scope"):
+        SuffixDrafter("all")  # type: ignore[arg-type]

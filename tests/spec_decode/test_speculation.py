@@ -1,0 +1,205 @@
+"""The three calls beside a step loop: what is drafted, judged and counted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from tests.spec_decode.helpers import accepted, extend, make_sample
+
+from longtail.sample import Sample
+from longtail.spec_decode.controller import ControllerConfig
+from longtail.spec_decode.drafter import Draft, DraftRequest
+from longtail.spec_decode.speculation import Speculation
+from longtail.spec_decode.suffix_drafter import SuffixConfig, group_drafter
+
+
+class Says:
+    """Proposes what it was told to."""
+
+    name = "says"
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.observed: list[tuple[str, int]] = []
+        self.forgotten: list[str] = []
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft(self.tokens[: r.max_tokens], self.name) for r in requests]
+
+    def observe(self, sample: Sample, num_new: int) -> None:
+        self.observed.append((sample.id, num_new))
+
+    def forget(self, sample_id: str) -> None:
+        self.forgotten.append(sample_id)
+
+
+def knows_costs(drafter: Says, batch: int, row_seconds: float = 0.0, match: bool = True) -> Speculation:
+    speculation = Speculation(drafter, controller=ControllerConfig(max_drafts=4), match=match, clock=lambda: 0.0)
+    for rows in range(1, 5 * batch + 1):
+        for _ in range(5):
+            speculation.cost.record(rows, 0.01 + row_seconds * rows)
+    return speculation
+
+
+def test_a_step_by_hand() -> None:
+    drafter = Says([1, 2, 3, 4, 5])
+    speculation = knows_costs(drafter, 2)
+    a, b = make_sample("a"), make_sample("b")
+    drafts = speculation.draft([a, b], [9, 2])
+    assert [d.tokens for d in drafts] == [[1, 2, 3, 4], [1, 2]]
+    extend(a, [1, 2, 9])
+    extend(b, [1, 2, 3])
+    speculation.done([a, b], drafts, [2, 2], [3, 3], 0.016)
+    assert drafter.observed == [("a", 3), ("b", 3)]
+    counts = speculation.forget("a")
+    assert (counts.steps, counts.drafted, counts.accepted, counts.rejected, counts.emitted) == (1, 4, 2, 2, 3)
+    assert counts.acceptance_length == 3.0
+    assert counts.verify_seconds == pytest.approx(0.016 * 5 / 8)
+    assert speculation.total.verify_seconds == pytest.approx(0.016)
+    assert (speculation.total.drafted, speculation.total.accepted) == (6, 4)
+    assert speculation.acceptance.by_position() == {"says": [(2, 2), (2, 2), (1, 0)]}
+    assert drafter.forgotten == ["a"]
+    assert speculation.forget("a").acceptance_length is None
+
+
+def test_drafts_that_were_not_verified_are_judged_by_what_comes() -> None:
+    """Rows that do not pay: no draft is verified, and yet acceptance is known by position."""
+    speculation = knows_costs(Says([1, 2, 3, 4]), 1, row_seconds=0.1)
+    sample = make_sample("a")
+    for token in (1, 2, 9):
+        drafts = speculation.draft([sample], [4])
+        assert drafts[0].tokens == []
+        extend(sample, [token])
+        speculation.done([sample], drafts, [0], [1], 0.11)
+    assert speculation.acceptance.by_position() == {"says": [(1, 1), (1, 1), (1, 0)]}
+    assert speculation.total.drafted == speculation.total.steps == 0
+    assert speculation.plan is not None
+    assert speculation.plan.reason == "does not pay"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_judged_unverified_is_judged_the_same_as_verified(seed: int) -> None:
+    """One stream, drafted for from outside: the acceptance by position that verification counts, and the one that
+    comes from comparing with the stream, agree on the drafts that both see."""
+    rng = random.Random(seed)
+    speculation = knows_costs(Says([]), 1)
+    verified: dict[int, list[int]] = {}
+    sample = make_sample("a")
+    stream = [rng.randrange(2) for _ in range(400)]
+    while len(sample.output_ids) < 390:
+        position = len(sample.output_ids)
+        draft = [rng.randrange(2) for _ in range(4)]
+        speculation.drafter.tokens = draft  # type: ignore[attr-defined]
+        drafts = speculation.draft([sample], [4])
+        taken = accepted(drafts[0].tokens, stream[position : position + len(drafts[0]) + 1])
+        if "a" in speculation._open and speculation._open["a"][0] == position:
+            full = accepted(draft, stream[position : position + 5])
+            for j in range(min(full + 1, 4)):
+                verified.setdefault(j, [0, 0])
+                verified[j][0] += 1
+                verified[j][1] += j < full
+        extend(sample, stream[position : position + taken + 1])
+        speculation.done([sample], drafts, [taken], [taken + 1], 0.01)
+    judged = speculation.acceptance.by_position()["says"]
+    missing = [v[0] - j for v, (j, _) in zip(verified.values(), judged, strict=True)]
+    assert set(missing) <= {0, 1}  # the last draft may still be open
+    assert sum(h for _, h in judged) >= sum(v[1] for v in verified.values()) - 4
+
+
+def test_under_rejection_sampling_only_verified_drafts_are_judged() -> None:
+    speculation = knows_costs(Says([1, 2]), 1, match=False)
+    sample = make_sample("a")
+    drafts = speculation.draft([sample], [4])
+    extend(sample, [1, 5])
+    speculation.done([sample], drafts, [1], [2], 0.01)
+    assert speculation.acceptance.by_position() == {"says": [(1, 1), (1, 0)]}
+
+
+def test_a_sample_that_ends_within_its_draft() -> None:
+    """Tokens behind the end are not judged, and not counted as emitted."""
+    speculation = knows_costs(Says([1, 2, 3, 4]), 1)
+    sample = make_sample("a")
+    drafts = speculation.draft([sample], [4])
+    extend(sample, [1, 2])
+    sample.status = "finished"
+    speculation.done([sample], drafts, [2], [2], 0.01)
+    assert speculation.acceptance.by_position() == {"says": [(1, 1), (1, 1)]}
+    assert speculation.total.emitted == 2
+
+
+def test_a_result_that_is_thrown_away_counts_nothing_and_is_judged_when_the_sample_comes_back() -> None:
+    drafter = Says([1, 2])
+    speculation = knows_costs(drafter, 1)
+    sample = make_sample("a")
+    drafts = speculation.draft([sample], [4])
+    speculation.done([sample], drafts, [0], [0], 0.01)
+    assert speculation.total.drafted == 0
+    assert drafter.observed == []
+    assert speculation.acceptance.by_position() == {}
+    extend(sample, [1, 3])
+    speculation.observe(sample, 2)
+    assert speculation.acceptance.by_position() == {"says": [(1, 1), (1, 0)]}
+
+
+def test_no_room_no_draft() -> None:
+    speculation = knows_costs(Says([1, 2]), 2)
+    samples = [make_sample("a"), make_sample("b")]
+    assert [len(d) for d in speculation.draft(samples, [0, 0])] == [0, 0]
+    assert [len(d) for d in speculation.draft(samples, [0, 1])] == [0, 1]
+    assert speculation.draft([], []) == []
+    speculation.done([], [], [], [], 0.01)
+
+
+def test_trees_are_refused_until_they_can_be_verified() -> None:
+    drafter = group_drafter(SuffixConfig(tree=True))
+    speculation = knows_costs(Says([]), 1)
+    speculation.drafter = drafter
+    drafter.learn(make_sample("b", output=[5, 6]))
+    with pytest.raises(ValueError, match="one path"):
+        speculation.draft([make_sample("a")], [4])
+
+
+def test_report() -> None:
+    speculation = knows_costs(Says([1, 2]), 1)
+    sample = make_sample("a")
+    for _ in range(3):
+        drafts = speculation.draft([sample], [4])
+        extend(sample, [1, 2, 7])
+        speculation.done([sample], drafts, [2], [3], 0.01)
+    report = speculation.report()
+    says = report["drafters"]["says"]
+    assert (says["steps"], says["drafted"], says["accepted"], says["emitted"]) == (3, 6, 6, 9)
+    assert says["acceptance_length"] == 3.0
+    assert says["judged_by_position"] == says["accepted_by_position"] == [3, 3]
+    (batch,) = report["batches"]
+    assert batch["batch"] == 1
+    assert batch["steps"] == {"drafted": 3}
+    assert batch["break_even_acceptance"] == pytest.approx(0.01, abs=1e-3)
+    assert report["won_seconds"] == pytest.approx(0.06)
+
+
+def test_a_group_is_drafted_for_better_than_its_samples_alone() -> None:
+    """Eight samples of one noisy text: with `group` fewer steps than with `ngram`, and the same tokens."""
+    rng = random.Random(0)
+    text = [rng.randrange(1000) for _ in range(200)]
+    streams = [[t if rng.random() < 0.9 else rng.randrange(1000) for t in text] for _ in range(8)]
+    steps = {}
+    for scope in ("prompt", "sample"):
+        drafter = group_drafter()
+        samples = [make_sample(f"g/{i}", [1, 2, 3] if scope == "prompt" else [1, 2, 3 + i]) for i in range(8)]
+        steps[scope] = 0
+        for sample, stream in zip(samples, streams, strict=True):
+            while len(sample.output_ids) < len(stream):
+                position = len(sample.output_ids)
+                (draft,) = drafter.propose([DraftRequest(sample, 6)])
+                taken = accepted(draft.tokens, stream[position:])
+                new = stream[position : position + taken + 1]
+                extend(sample, new)
+                drafter.observe(sample, len(new))
+                steps[scope] += 1
+            assert sample.output_ids == stream
+            drafter.forget(sample.id)
+        drafter.check_integrity()
+    assert steps["prompt"] < 0.5 * steps["sample"]
