@@ -155,6 +155,17 @@ def test_siblings_share_a_prompt(make: EngineMaker, engine: NativeEngine) -> Non
         assert_same(a, b)
 
 
+def test_drafts_change_nothing(make: EngineMaker, engine: NativeEngine) -> None:
+    """Verified in passes of several tokens a sequence."""
+    groups = [group("g", prompt(30), n=3, max_tokens=40, temperature=0.0)]
+    plain = generate(engine, *groups)
+    drafting = make(drafter="group>ngram", max_num_seqs=2)
+    drafted = generate(drafting, group("g", prompt(30), n=3, max_tokens=40, temperature=0.0))
+    assert drafting.stats().num_accepted_tokens > 0
+    for a, b in zip(drafted, plain, strict=True):
+        assert_same(a, b)
+
+
 def test_two_threads_and_one(make: EngineMaker) -> None:
     present = torch.get_num_threads(), numba.get_num_threads()
     try:
@@ -212,11 +223,3 @@ def test_a_wrong_scale_is_found_at_load(monkeypatch: pytest.MonkeyPatch, make_en
     make_engine(make_model("deepseek_v3"))
     with pytest.raises(UnsupportedModel, match="computes other logits"):
         make_engine(make_model("deepseek_v3-yarn"))
-
-
-def test_sparse_attention_over_latents_is_refused(make_engine: EngineMaker) -> None:
-    """DeepSeek-V3.2 attends to the best tokens of a long context only; a short one does not show it."""
-    model = make_model("deepseek_v3")
-    model.config.index_topk = 2048
-    with pytest.raises(UnsupportedModel, match="index_topk"):
-        make_engine(model)

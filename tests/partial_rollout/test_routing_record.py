@@ -139,6 +139,19 @@ def test_after_preemption(make: EngineMaker, engine: NativeEngine, preemption: s
         assert_same_routing(a, b)
 
 
+def test_drafts_leave_no_trace(make: EngineMaker) -> None:
+    """Accepted ones are recorded as what they are, rejected ones not at all. Siblings without temperature are one
+    another's drafts; with it, some are rejected."""
+    groups = [("greedy", {"temperature": 0.0}), ("warm", {"temperature": 0.3})]
+    plain = generate(make(), *(group(name, prompt(30), n=3, max_tokens=40, **more) for name, more in groups))
+    engine = make(drafter="group>ngram", max_num_seqs=2)  # the third sibling comes when the others have gone ahead
+    drafted = generate(engine, *(group(name, prompt(30), n=3, max_tokens=40, **more) for name, more in groups))
+    stats = engine.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    for got, want in zip(drafted, plain, strict=True):
+        assert_same_routing(got, want)
+
+
 @pytest.mark.parametrize("encoding", ["exact", "int8"])
 def test_snapshots_on_disk_hold_it(make: EngineMaker, expected: Sample, tmp_path: Path, encoding: str) -> None:
     """Latents and experts are exact in either encoding."""
@@ -218,14 +231,14 @@ def test_a_step_that_fails_leaves_no_row_behind(
     engine = make()
     sample = group("a", prompt(21), max_tokens=LENGTH).samples[0]
     run(engine, [sample], until=5)
-    original, fails = getattr(engine, where), True
+    original, fails = getattr(engine.stepper, where), True
 
     def flaky(*args: Any) -> Any:
         if fails:
             raise RuntimeError("struck")
         return original(*args)
 
-    monkeypatch.setattr(engine, where, flaky)
+    monkeypatch.setattr(engine.stepper, where, flaky)
     with pytest.raises(RuntimeError, match="struck"):
         engine.step()
     engine.check_integrity()
@@ -242,7 +255,7 @@ def test_a_sample_that_fails_has_the_rows_of_its_tokens(
     engine = make()
     sample = group("a", prompt(21), max_tokens=LENGTH).samples[0]
     run(engine, [sample], until=5)
-    monkeypatch.setattr(engine, "sampler", lambda *_: (np.zeros(1, int), np.zeros(1), {0: "a NaN"}))
+    monkeypatch.setattr(engine.stepper, "sampler", lambda *_: (np.zeros(1, int), np.zeros(1), {0: "a NaN"}))
     engine.step()
     assert sample.status == "failed" and len(sample.output_ids) == 5
     assert np.array_equal(rows(sample), rows(expected)[:25])

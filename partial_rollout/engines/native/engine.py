@@ -31,7 +31,6 @@ from longtail.partial_rollout.engines.native.admission import Admission
 from longtail.partial_rollout.engines.native.cache import make_kv
 from longtail.partial_rollout.engines.native.config import NativeConfig
 from longtail.partial_rollout.engines.native.decoder import weights_of
-from longtail.partial_rollout.engines.native.routing import RoutingRecorder
 from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_sample
 from longtail.partial_rollout.engines.native.scheduler import Scheduled, Scheduler
 from longtail.partial_rollout.engines.native.stepper import Outcome, Stepper
@@ -113,7 +112,6 @@ class NativeEngine:
             encoding=config.snapshot_encoding,
         )
         self.admission = Admission(self.kv, clock, config.kv_on_update == "keep")
-        self.routing = None if spec.routing_group is None else RoutingRecorder(self.kv, spec.routing_group)
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
@@ -166,8 +164,7 @@ class NativeEngine:
             raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
         decode = self._decode_or_none(sample)  # fails now, not in the middle of a run, if there is no tokenizer
         check_sample(sample, self.spec, self.max_model_len, self._version, decode)
-        if self.routing is not None:
-            self.routing.check(sample)
+        self.stepper.routing.check(sample)
 
     def add(self, samples: Iterable[Sample]) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""
@@ -224,13 +221,13 @@ class NativeEngine:
         start, version = self.now(), self._version
         result = self.stepper.run(scheduled, version, self._settle)
         finished = [outcome.seq.sample for outcome in result.outcomes if outcome.seq.sample.is_done]
-        if self.routing is not None:
-            for item in scheduled:
-                if item.seq in self.scheduler.running:  # those that have left are up to date
-                    self.routing.record(item.seq)
         made = result.num_output_tokens
-        counts = {"drafted": result.num_draft_tokens, "accepted": result.num_accepted_tokens}
-        for name, count in {"steps": 1, "output": made, **counts}.items():
+        for name, count in (
+            ("steps", 1),
+            ("output", made),
+            ("drafted", result.num_draft_tokens),
+            ("accepted", result.num_accepted_tokens),
+        ):
             self._counts[name] += count
         self._queue.append(
             Event(
@@ -329,17 +326,11 @@ class NativeEngine:
     ) -> None:
         """Drafts from here on with this drafter ("ngram", "group", "group>ngram": the first that has something to say,
         or an object); None: no drafts. Not one token depends on it, nor on when it changes. controller: how many
-        drafts (`spec_decode/controller.py`). ValueError for a name that is not known, and for a model that keeps a
-        state: that cannot be rolled back."""
+        drafts (`spec_decode/controller.py`). ValueError for a name that is not known."""
         with self._lock:
             if drafter is None:
                 self.stepper.speculation = None
                 return
-            if self.kv.states is not None:
-                raise ValueError(
-                    "drafter: the model has layers with a recurrent or convolutional state, which cannot be rolled "
-                    "back when a draft is rejected; use drafter=None"
-                )
             chosen = make_drafter(drafter) if isinstance(drafter, str) else drafter
             self.stepper.speculation = Speculation(
                 chosen, row_multiple=self.row_rule.multiple, controller=controller, clock=self.now
@@ -390,8 +381,7 @@ class NativeEngine:
             self._emit("restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
         self.admission.leave(seq)
-        if self.routing is not None:
-            self.routing.admit(sample)
+        self.stepper.routing.admit(sample)
         if sample.output_ids:
             self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
         self._counts["cached"] += seq.num_cached_tokens
@@ -436,10 +426,8 @@ class NativeEngine:
         del self._sequences[seq.sample.id]
 
     def _leave_slot(self, seq: Sequence) -> None:
-        """Its blocks are still its own."""
         assert seq.admitted_at is not None, seq.sample.id
-        if self.routing is not None:
-            self.routing.record(seq)
+        self.stepper.routing.record(seq)
         seq.sample.timings.running += self.now() - seq.admitted_at
         seq.admitted_at = None
 

@@ -27,29 +27,34 @@ def store_routing(experts: list[torch.Tensor], cache: torch.Tensor, slots: torch
 
 
 class RoutingRecorder:
-    """Keeps `routed_experts` of running samples up with what is computed. group: of the cache, that holds routing."""
+    """Keeps `routed_experts` of running samples up with what is computed. group: of the cache, that holds routing;
+    None: nothing is recorded."""
 
-    def __init__(self, kv: KVManager, group: int) -> None:
+    def __init__(self, kv: KVManager, group: int | None) -> None:
         self.kv, self.group = kv, group
-        layout = kv.groups[group].layout
-        self.layers, self.top_k = layout.layers, layout.dim
 
     def check(self, sample: Sample) -> None:
         """ValueError for a sample that was routed in another model."""
         routed = sample.routed_experts
-        if routed is not None and (routed.layers, routed.top_k) != (self.layers, self.top_k):
+        if self.group is None or routed is None:
+            return
+        layout = self.kv.groups[self.group].layout
+        if (routed.layers, routed.top_k) != (layout.layers, layout.dim):
             raise ValueError(
                 f"sample {sample.id}: routed_experts are of {routed.layers} layers and {routed.top_k} experts a token, "
-                f"the model has {self.layers} and {self.top_k}; set routed_experts to None"
+                f"the model has {layout.layers} and {layout.dim}; set routed_experts to None"
             )
 
     def admit(self, sample: Sample) -> None:
         """It is about to run."""
-        if sample.routed_experts is None or not sample.output_ids:
-            sample.routed_experts = RoutedExperts(self.layers, self.top_k)
+        if self.group is not None and (sample.routed_experts is None or not sample.output_ids):
+            layout = self.kv.groups[self.group].layout
+            sample.routed_experts = RoutedExperts(layout.layers, layout.dim)
 
     def record(self, seq: Sequence) -> None:
         """What is in the cache and not yet in the sample. The last token's routing is of no pass that counts."""
+        if self.group is None:
+            return
         routed = seq.sample.routed_experts
         assert routed is not None, seq.sample.id
         start, stop = len(routed), min(seq.num_computed_tokens, seq.num_tokens - 1)
