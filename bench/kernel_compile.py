@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from longtail.bench.kernel_case_list import CASES, check_names
 from longtail.bench.kernel_cases import DTYPES, Case, Form, Sizes
-from longtail.bench.offline_compile import TARGETS, Compiled, compile_launches
+from longtail.bench.offline_compile import TARGETS, Compiled, compile_all
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,26 +43,29 @@ def run(
     for name, given, known in (("targets", machines, TARGETS), ("dtypes", kinds, DTYPES)):
         if not given:
             raise ValueError(f"{name}: name at least one of {', '.join(known)}")
-    for case in CASES:
-        if chosen and case.op not in chosen:
-            continue
-        for dtype in dict.fromkeys(kind if kind in case.dtypes else case.dtypes[0] for kind in kinds):
-            yield from _compile(case, dtype, machines, progress)
+    wanted = [
+        (case, dtype, target)
+        for case in CASES
+        if not chosen or case.op in chosen
+        for dtype in dict.fromkeys(kind if kind in case.dtypes else case.dtypes[0] for kind in kinds)
+        for target in machines
+    ]
 
-
-def _compile(
-    case: Case, dtype: str, targets: tuple[str, ...], progress: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
-    traffic = case.traffic(DTYPES[dtype])
-    call = case.make(Form(torch.device("cpu"), "triton", DTYPES[dtype], empty=True), compile_sizes(case))
-    for target in targets:
+    def launch(case: Case, dtype: str, target: str) -> None:
         progress(f"{case.name} {dtype} {target}")
-        for launch in {c.kernel: c for c in compile_launches(call.launch, TARGETS[target])}.values():
+        case.make(Form(torch.device("cpu"), "triton", DTYPES[dtype], empty=True), compile_sizes(case)).launch()
+
+    outcomes = compile_all((partial(launch, *job), TARGETS[job[2]]) for job in wanted)
+    for (case, dtype, _), outcome in zip(wanted, outcomes, strict=True):
+        if isinstance(outcome, Exception):
+            raise outcome
+        traffic = case.traffic(DTYPES[dtype])
+        for compiled in {c.kernel: c for c in outcome}.values():
             yield {
                 "op": case.op,
                 "case": case.what,
                 "dtype": dtype,
-                **_facts(launch),
+                **_facts(compiled),
                 "bytes_per_token": traffic.memory / traffic.tokens,
                 "issued_bytes_per_token": traffic.issued / traffic.tokens,
                 "least_bytes_per_token": traffic.least / traffic.tokens,

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import struct
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,58 @@ class Compiled:
         return [f"{self.kernel} on {self.target}: {problem}" for problem in found]
 
 
-def compile_launches(launch: Callable[[], Any], target: Target) -> list[Compiled]:
+Launch = Callable[[], Any]
+_Kernels = list[tuple[str, Any, tuple[int, ...]]]
+"""What a job launched: names, compiled kernels, grids."""
+
+
+def compile_launches(launch: Launch, target: Target) -> list[Compiled]:
     """Runs `launch` (on CPU tensors) and compiles, instead of running it, every kernel that it launches."""
+    (outcome,) = compile_all([(launch, target)])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def compile_all(jobs: Iterable[tuple[Launch, Target]]) -> list[list[Compiled] | Exception]:
+    """`compile_launches` for many: its result for each job, or the exception that the job raised. NVIDIA's disassembler
+    takes longer to start than to read a kernel; here it starts once for each architecture."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("Triton interprets in this process (TRITON_INTERPRET), it cannot compile")
-    launches: list[tuple[str, Any, tuple[int, ...]]] = []
+    outcomes: list[tuple[Target, _Kernels | Exception]] = []
+    for launch, target in jobs:
+        try:
+            outcomes.append((target, _launched(launch, target)))
+        except Exception as error:
+            outcomes.append((target, error))
+    unread = {
+        kernel.hash: kernel
+        for _, outcome in outcomes
+        if not isinstance(outcome, Exception)
+        for _, kernel, _ in outcome
+        if kernel.hash not in _FACTS
+    }
+    _FACTS.update(_read_amd({name: k for name, k in unread.items() if "amdgcn" in k.asm}))
+    _FACTS.update(_read_nvidia({name: k for name, k in unread.items() if "cubin" in k.asm}))
+    return [
+        outcome if isinstance(outcome, Exception) else [_compiled(*launched, target) for launched in outcome]
+        for target, outcome in outcomes
+    ]
+
+
+_FACTS: dict[str, dict[str, Any]] = {}
+"""What was read from the code of each kernel of this process. Triton's hash of a kernel is of its source, signature,
+constants, specialisation, options and target."""
+
+
+def _compiled(name: str, kernel: Any, grid: tuple[int, ...], target: Target) -> Compiled:
+    metadata = kernel.metadata
+    facts = _FACTS[kernel.hash]
+    return Compiled(name, target, grid, num_warps=metadata.num_warps, shared=metadata.shared, **facts)
+
+
+def _launched(launch: Launch, target: Target) -> _Kernels:
+    launches: _Kernels = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -125,8 +173,7 @@ def compile_launches(launch: Callable[[], Any], target: Target) -> list[Compiled
     finally:
         JITFunction.run = run
         driver._active = before  # reset_active() would look for a GPU
-    read = _read_nvidia if target.gpu.backend == "cuda" else _read_amd
-    return [read(name, kernel, grid, target) for name, kernel, grid in launches]
+    return launches
 
 
 class _NamedOnly(DriverBase):
@@ -161,29 +208,60 @@ class _NamedOnly(DriverBase):
         pass
 
 
-def _read_nvidia(name: str, kernel: Any, grid: tuple[int, ...], target: Target) -> Compiled:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        code = _tool("nvdisasm", "-c", file.name)
-    stack, registers = (int(re.findall(rf"\b{what}:(\d+)", usage)[-1]) for what in ("STACK", "REG"))
-    local = len(re.findall(r"\b(?:LDL|STL)\b", code))
-    return Compiled(
-        kernel=name,
-        target=target,
-        grid=grid,
-        num_warps=kernel.metadata.num_warps,
-        registers=registers,
-        spills=max(local, int(stack > 0)),
-        shared=kernel.metadata.shared,
-        loads=_widths(code, r"\b(?:LDG|LDGSTS)\.E((?:\.\w+)*)"),
-        stores=_widths(code, r"\bSTG\.E((?:\.\w+)*)"),
-        tensor_core=len(re.findall(r"\b(?:HMMA|HGMMA|QGMMA|UTCHMMA|UTCQMMA)\b", code)),
-    )
+def _read_nvidia(kernels: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    facts = {}
+    for name, (usage, code) in _disassembled(kernels).items():
+        stack, registers = (int(re.findall(rf"\b{what}:(\d+)", usage)[-1]) for what in ("STACK", "REG"))
+        local = len(re.findall(r"\b(?:LDL|STL)\b", code))
+        facts[name] = {
+            "registers": registers,
+            "spills": max(local, int(stack > 0)),
+            "loads": _widths(code, r"\b(?:LDG|LDGSTS)\.E((?:\.\w+)*)"),
+            "stores": _widths(code, r"\bSTG\.E((?:\.\w+)*)"),
+            "tensor_core": len(re.findall(r"\b(?:HMMA|HGMMA|QGMMA|UTCHMMA|UTCQMMA)\b", code)),
+        }
+    return facts
 
 
-def _tool(name: str, *arguments: str) -> str:
+def _disassembled(kernels: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """-> the resource usage and the instructions of each kernel."""
+    by_architecture: dict[str, list[str]] = {}
+    for name, kernel in kernels.items():
+        architecture = re.findall(r"^\.target sm_(\w+)", kernel.asm["ptx"], re.MULTILINE)[0]
+        by_architecture.setdefault(architecture, []).append(name)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "code")
+        for architecture, names in by_architecture.items():
+            code = [_machine_code(kernels[name].asm["cubin"]) for name in names]
+            file.write_bytes(b"".join(code))
+            lines = re.findall(r"^ *(/\*[0-9a-f]+\*/.*)$", _tool("nvdisasm", "-b", f"SM{architecture}", file), re.M)
+            assert len(lines) * INSTRUCTION == sum(map(len, code)), "not every instruction has a line of its own"
+            for name, of in zip(names, code, strict=True):
+                file.write_bytes(kernels[name].asm["cubin"])
+                usage = _tool("cuobjdump", "--dump-resource-usage", file)
+                count = len(of) // INSTRUCTION
+                found[name], lines = (usage, "\n".join(lines[:count])), lines[count:]
+    return found
+
+
+INSTRUCTION = 16
+"""Bytes, of every architecture since Volta."""
+
+
+def _machine_code(cubin: bytes) -> bytes:
+    """The sections of an ELF file that hold code (System V ABI, "Sections")."""
+    (start,), (size, count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    code = []
+    for name, _, _, _, offset, length in sections:
+        at = sections[names][4] + name
+        if cubin[at : cubin.index(b"\0", at)].startswith(b".text."):
+            code.append(cubin[offset : offset + length])
+    return b"".join(code)
+
+
+def _tool(name: str, *arguments: str | Path) -> str:
     return subprocess.run([NVIDIA_TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
 
 
@@ -200,9 +278,11 @@ def _widths(code: str, instruction: str) -> dict[int, int]:
 AMD_WIDTHS = {"byte": 8, "ubyte": 8, "sbyte": 8, "short": 16, "ushort": 16, "dword": 32, "dwordx2": 64, "dwordx4": 128}
 
 
-def _read_amd(name: str, kernel: Any, grid: tuple[int, ...], target: Target) -> Compiled:
-    code = kernel.asm["amdgcn"]
+def _read_amd(kernels: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: _amd_facts(kernel.asm["amdgcn"]) for name, kernel in kernels.items()}
 
+
+def _amd_facts(code: str) -> dict[str, Any]:
     def note(key: str) -> int:
         return int(re.findall(rf"\.{key}:\s+(\d+)", code)[-1])
 
@@ -213,16 +293,11 @@ def _read_amd(name: str, kernel: Any, grid: tuple[int, ...], target: Target) -> 
             counts[bits] = counts.get(bits, 0) + 1
         return counts
 
-    return Compiled(
-        kernel=name,
-        target=target,
-        grid=grid,
-        num_warps=kernel.metadata.num_warps,
-        registers=note("vgpr_count"),
+    return {
+        "registers": note("vgpr_count"),
         # A scalar register is spilled to a lane of a vector register, which touches no memory.
-        spills=max(note("vgpr_spill_count"), int(note("private_segment_fixed_size") > 0)),
-        shared=kernel.metadata.shared,
-        loads=widths("load"),
-        stores=widths("store"),
-        tensor_core=len(re.findall(r"\bv_mfma", code)),
-    )
+        "spills": max(note("vgpr_spill_count"), int(note("private_segment_fixed_size") > 0)),
+        "loads": widths("load"),
+        "stores": widths("store"),
+        "tensor_core": len(re.findall(r"\bv_mfma", code)),
+    }

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longtail.bench import analysis, machine
 from longtail.bench.tasks import Task, grade, load_tasks, prompt_ids
@@ -22,6 +22,9 @@ from longtail.partial_rollout.rollout import Rollout
 from longtail.partial_rollout.strategies import Strategy, Sync, TokenBudget
 from longtail.sample import Group, Sample
 from longtail.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import pandas
 
 STRATEGIES = ("sync", "token-budget")
 BUDGET_SHARE = 0.9
@@ -76,6 +79,8 @@ class BenchResult:
     summary: dict[str, Any]
     """What summary.json holds."""
     trace: TraceWriter
+    frame: pandas.DataFrame
+    """The trace's events."""
     samples: dict[str, dict[str, Sample]]
     """Per strategy, every sample by id."""
 
@@ -130,7 +135,7 @@ def run(
         "compare": analysis.compare(runs),
         "identical_tokens": _identical(samples),
     }
-    return BenchResult(summary, trace, samples)
+    return BenchResult(summary, trace, frame, samples)
 
 
 def write(result: BenchResult, out: Path) -> None:
@@ -146,7 +151,7 @@ def write(result: BenchResult, out: Path) -> None:
     result.trace.write(out / "trace.parquet", meta)
     with replacing(out / "summary.json") as file:
         file.write(json.dumps(result.summary, indent=1).encode())
-    write_report(out / "report.html", result.trace.frame(), result.summary["runs"], meta)
+    write_report(out / "report.html", result.frame, result.summary["runs"], meta)
 
 
 def _strategy(name: str, config: BenchConfig, measured: float | None) -> Strategy:

@@ -1,8 +1,14 @@
-"""How saved KV is written: `exact` is the cache's bytes; `int8` is about a quarter of them (of float32), on request.
+"""How saved KV is written: `exact` is the cache's bytes; `int8` and `fp8` are about a quarter of them (of float32), on
+request.
 
-int8: symmetric, a scale for each token and head (as KIVI does for values, arXiv 2402.02750): the largest magnitude is
-127. What comes back differs by at most half a step, so a sample that continues on it may leave the path it would have
-taken; its segment says so.
+Both are symmetric, with a scale for each token and head (as KIVI has for values, arXiv 2402.02750): the largest
+magnitude s becomes the largest code. What comes back of a number x differs from it
+
+    int8    by at most half a step, s / 254
+    fp8     (e4m3) by at most |x| / 16, or s / 458752 where that is more: small numbers keep their digits
+
+so a sample that continues on it may leave the path it would have taken; its segment says so. A token and head that
+holds a NaN or an infinity comes back without a finite number: what is broken stays visible.
 """
 
 from __future__ import annotations
@@ -12,10 +18,13 @@ from typing import Literal
 
 import torch
 
+from longtail.kernels.kv_quant import LIMITS
 from longtail.kv_manager.layout import Layout
 
-Encoding = Literal["exact", "int8"]
+Encoding = Literal["exact", "int8", "fp8"]
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+CODES: dict[Encoding, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def encoding_of(layout: Layout, wanted: Encoding) -> Encoding:
@@ -28,7 +37,7 @@ def encoded_shapes(blocks: int, layout: Layout, dtype: torch.dtype, encoding: En
     shape = (blocks, *layout.block_shape)
     if encoding == "exact":
         return {layout.kind: (dtype, shape)}
-    return {"scales": (torch.float32, (*shape[:-1], layout.block_size)), "codes": (torch.int8, shape)}
+    return {"scales": (torch.float32, (*shape[:-1], layout.block_size)), "codes": (CODES[encoding], shape)}
 
 
 def encode(kv: torch.Tensor, blocks: list[int], layout: Layout, out: Mapping[str, torch.Tensor]) -> None:
@@ -48,10 +57,13 @@ def encode(kv: torch.Tensor, blocks: list[int], layout: Layout, out: Mapping[str
     keys = data[:, :, 0].unflatten(-1, (dim, block_size))
     values = data[:, :, 1].unflatten(-1, (block_size, dim))
     scales, codes = out["scales"], out["codes"]
-    torch.stack([keys.abs().amax(-2), values.abs().amax(-1)], dim=2, out=scales).div_(127.0)
+    limit = LIMITS[codes.dtype]
+    torch.stack([keys.abs().amax(-2), values.abs().amax(-1)], dim=2, out=scales).div_(limit)
     steps = torch.where(scales > 0, scales, 1.0)
-    codes[:, :, 0] = (keys / steps[:, :, 0, :, None, :]).round_().flatten(-2)
-    codes[:, :, 1] = (values / steps[:, :, 1, :, :, None]).round_().flatten(-2)
+    keys.div_(steps[:, :, 0, :, None, :])  # `data` is a copy, and becomes the codes
+    values.div_(steps[:, :, 1, :, :, None])
+    data.clamp_(-limit, limit)  # a scale of few bits (a subnormal number) is too small, or too large
+    codes.copy_(data.round_() if codes.dtype == torch.int8 else data)
 
 
 def decode(tensors: Mapping[str, torch.Tensor], layout: Layout, low: int, high: int) -> torch.Tensor:
@@ -60,7 +72,7 @@ def decode(tensors: Mapping[str, torch.Tensor], layout: Layout, low: int, high: 
         return tensors[layout.kind][low:high]
     block_size, dim = layout.block_size, layout.dim
     codes, scales = tensors["codes"][low:high], tensors["scales"][low:high]
-    data = torch.empty(codes.shape)
-    data[:, :, 0] = (codes[:, :, 0].unflatten(-1, (dim, block_size)) * scales[:, :, 0, :, None, :]).flatten(-2)
-    data[:, :, 1] = (codes[:, :, 1].unflatten(-1, (block_size, dim)) * scales[:, :, 1, :, :, None]).flatten(-2)
+    data = codes.float()
+    data[:, :, 0].unflatten(-1, (dim, block_size)).mul_(scales[:, :, 0, :, None, :])
+    data[:, :, 1].unflatten(-1, (block_size, dim)).mul_(scales[:, :, 1, :, :, None])
     return data

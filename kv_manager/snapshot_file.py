@@ -37,7 +37,7 @@ from longtail.version import Fingerprint
 
 FORMAT = 2
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8"}
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
 _NO_CHECKSUM = "0" * 8
 _MOST_HEAD = 1 << 20
 _CHUNK = 1 << 22
@@ -65,7 +65,7 @@ class PartHeader:
     digest: str
     """Of the ids of these tokens, in hex."""
     encoding: Encoding = "exact"
-    """exact: the cache's bytes; int8: codes with a scale per token and head."""
+    """exact: the cache's bytes; int8, fp8: codes with a scale per token and head."""
 
     def __post_init__(self) -> None:
         layout = self.layout

@@ -29,9 +29,7 @@ ALLOWED = {
 }
 NOT_IN_VOCABULARY = {"torch", "triton", *ALLOWED}
 
-LONG_FILES: dict[str, str] = {
-    "tests/partial_rollout/test_saved_kv.py": "one fixture of paused samples, and what becomes of their files",
-}
+LONG_FILES: dict[str, str] = {}
 """Files of more than 500 lines, and why each is better in one piece."""
 
 EXTRAS = {"gpu", "vllm", "trl", "ray", "notebooks", "dev"}

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from tests.bench.test_store_cli import SOUND, call, output
 from tests.partial_rollout.conftest import group, make_model, prompt
-from tests.partial_rollout.store_helpers import raw
-from tests.partial_rollout.test_saved_kv import (
+from tests.partial_rollout.saved_kv_helpers import (
     delete,
     flip_a_bit,
     flip_the_row,
@@ -22,6 +21,7 @@ from tests.partial_rollout.test_saved_kv import (
     swap,
     truncate,
 )
+from tests.partial_rollout.store_helpers import raw
 
 from longtail import NativeEngine, Rollout, TokenBudget
 

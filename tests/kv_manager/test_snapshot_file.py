@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from longtail.errors import SnapshotCorrupt
 from longtail.kv_manager import snapshot_file
+from longtail.kv_manager.encoding import Encoding
 from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.part_name import is_part_name, new_part_name
 from longtail.kv_manager.snapshot import Snapshot
@@ -77,6 +78,7 @@ def written(tmp_path: Path) -> tuple[Path, PartHeader]:
         ({"dtype": "bfloat16"}, ["kv"]),
         ({"dtype": "float16", "num_blocks": 1, "num_tokens": 33}, ["kv"]),
         ({"encoding": "int8"}, ["codes", "scales"]),
+        ({"encoding": "fp8"}, ["codes", "scales"]),
         ({"layout": SEVERAL_CHUNKS, "first_block": 0, "num_blocks": 5, "num_tokens": 160}, ["kv"]),
         ({"layout": Layout("kv", 2, 2, 16, 4, 8)}, ["kv"]),
         ({"layout": Layout("latent", 2, 1, 16, 24)}, ["latent"]),
@@ -95,9 +97,13 @@ def test_the_same_bits_come_back(tmp_path: Path, fields: dict[str, Any], names: 
     assert os.listdir(tmp_path) == [NAME]
 
 
-def test_it_is_safetensors(written: tuple[Path, PartHeader]) -> None:
-    file, of = written
-    assert as_bytes(load_file(file)) == as_bytes(random_tensors(of))
+@pytest.mark.parametrize("encoding", get_args(Encoding))
+def test_it_is_safetensors(tmp_path: Path, encoding: str) -> None:
+    of = header(encoding=encoding)
+    file = write_part(tmp_path, NAME, of, random_tensors(of))
+    loaded = load_file(file)
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in loaded.items()} == of.shapes
+    assert as_bytes(loaded) == as_bytes(random_tensors(of))
     with safe_open(file, "pt") as opened:
         record = json.loads(opened.metadata()["longtail"])
     assert set(record) == {"format", "library", "header", "checksum"}
@@ -158,6 +164,7 @@ def test_a_flipped_bit_anywhere_is_found(written: tuple[Path, PartHeader]) -> No
         {"num_tokens": 71},
         {"digest": "cd" * 16},
         {"encoding": "int8"},
+        {"encoding": "fp8"},
     ],
 )
 def test_what_holds_something_else_is_refused(written: tuple[Path, PartHeader], fields: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""KVManager over tiers: shared prompts, delayed writes, weights in every tier, int8; and the host memory below."""
+"""KVManager over tiers: shared prompts, delayed writes, weights in every tier, loss; and the host memory below."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from tests.kv_manager.test_tiers import BLOCK, by_hand, must, put
 
 from longtail.errors import SnapshotMismatch
 from longtail.kv_manager import host_memory
-from longtail.kv_manager.encoding import decode, encode, encoded_shapes
+from longtail.kv_manager.encoding import Encoding
 from longtail.kv_manager.host_memory import HostMemory, footprint
-from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.snapshot_file import read_part
 
 # ---- through the manager
@@ -123,35 +122,12 @@ def test_a_part_of_other_weights_in_a_snapshot_is_refused() -> None:
     assert kv.restore(seq, theirs)
 
 
-# ---- int8
+# ---- int8 and fp8
 
 
-def test_int8_is_within_half_a_step_and_a_quarter_of_the_bytes() -> None:
-    layout = Layout("kv", 3, 2, 16, 64)
-    generator = torch.Generator().manual_seed(0)
-    kv = torch.randn(6, 3, 2, 2, 16 * 64, generator=generator) * torch.logspace(-6, 3, 16 * 64)
-    kv[1] = 0
-    shapes = encoded_shapes(4, layout, torch.float32, "int8")
-    out = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
-    encode(kv, [4, 1, 0, 5], layout, out)
-    back = decode(out, layout, 0, 4)
-    wanted = kv[[4, 1, 0, 5]]
-    for side, view in ((0, (64, 16)), (1, (16, 64))):
-        axis = -2 if side == 0 else -1
-        exact, got = (x[:, :, side].unflatten(-1, view) for x in (wanted, back))
-        step = exact.abs().amax(axis, keepdim=True) / 127
-        assert bool(((got - exact).abs() <= step * 0.5 * (1 + 1e-5)).all())
-    assert torch.equal(decode(out, layout, 1, 3), back[1:3])
-    assert torch.equal(back[1], torch.zeros_like(back[1]))
-    nbytes = sum(t.nbytes for t in out.values())
-    assert nbytes == wanted.nbytes // 4 + wanted.nbytes // 64
-    kv[0] = float("nan")
-    encode(kv, [0], layout, {name: t[:1] for name, t in out.items()})
-    assert decode(out, layout, 0, 1).isnan().all()
-
-
-def test_int8_is_found_by_nobody_else(tmp_path: Path) -> None:
-    kv = make_kv(16, encoding="int8")
+@pytest.mark.parametrize("encoding", ["int8", "fp8"])
+def test_lossy_kv_is_found_by_nobody_else(tmp_path: Path, encoding: Encoding) -> None:
+    kv = make_kv(16, encoding=encoding)
     seq = start(kv, make_seq(PROMPT, [1] * 20), upto=50)
     snapshot = kv.save(seq)
     assert snapshot is not None

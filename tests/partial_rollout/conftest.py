@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from longtail import Group, NativeEngine, Sample, SamplingParams
+from longtail.kv_manager import snapshot_file
+from longtail.kv_manager import tiers as tiers_module
 
 VOCAB = 512
 SIZES = {
@@ -100,3 +105,29 @@ def assert_same(got: Sample, expected: Sample) -> None:
     assert torch.equal(torch.tensor(got.logprobs), torch.tensor(expected.logprobs))
     assert (got.finish_reason, got.stop_reason) == (expected.finish_reason, expected.stop_reason)
     got.check_integrity()
+
+
+# ---- of the tests of saved KV
+
+
+@pytest.fixture(scope="session")
+def plain(make_engine: EngineMaker) -> dict[str, Sample]:
+    """The samples of `saved_kv_helpers.batch`, undisturbed."""
+    from tests.partial_rollout.saved_kv_helpers import batch
+
+    return {s.id: s for s in generate(make_engine(), *batch())}
+
+
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds every write of a file until it is set."""
+    write, event = snapshot_file.write_part, threading.Event()
+
+    def held(*arguments: Any) -> Path:
+        assert event.wait(30)
+        return write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers_module, "write_part", held)
+        yield event
+        event.set()

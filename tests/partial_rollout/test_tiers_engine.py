@@ -383,11 +383,12 @@ def test_a_later_sibling_takes_the_saved_prompt(make_engine: EngineMaker, tmp_pa
         assert_same(got, expected)
 
 
-# ---- int8
+# ---- int8 and fp8
 
 
-def test_int8_says_so_and_touches_nobody_else(make_engine: EngineMaker, tmp_path: Path) -> None:
-    engine = make_engine(tiers=TierConfig(disk=tmp_path), snapshot_encoding="int8")
+@pytest.mark.parametrize("encoding", ["int8", "fp8"])
+def test_lossy_kv_says_so_and_touches_nobody_else(make_engine: EngineMaker, tmp_path: Path, encoding: str) -> None:
+    engine = make_engine(tiers=TierConfig(disk=tmp_path), snapshot_encoding=encoding)
     samples = make_samples(n=1)
     run(engine, samples, until=5)
     whole = sum(-(-(length + 4) // 16) for length in LENGTHS) * BLOCK
@@ -405,7 +406,7 @@ def test_int8_says_so_and_touches_nobody_else(make_engine: EngineMaker, tmp_path
         expected = undisturbed(make_engine)[sample.id]
         assert sample.output_ids[:5] == expected.output_ids[:5]
         assert kinds(sample) == ["computed", "approximate"]
-    siblings = [s for s in make_samples() if s.index == 1]  # their prompts' KV: computed before, or again, never int8
+    siblings = [s for s in make_samples() if s.index == 1]  # their prompts' KV is exact: computed before, or again
     run(engine, siblings)
     for sample in siblings:
         assert_same(sample, undisturbed(make_engine)[sample.id])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import pytest
 
@@ -18,3 +19,17 @@ os.environ["TRITON_INTERPRET"] = "1"
 from .interpreter import install
 
 install()
+
+
+@pytest.fixture
+def outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel forgets to write is NaN, or an integer far outside of every vocabulary and cache."""
+    import torch
+
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = empty(*args, **kwargs)
+        return out.fill_(torch.nan if out.is_floating_point() else 2**30)
+
+    monkeypatch.setattr(torch, "empty", poisoned)

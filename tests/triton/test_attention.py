@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.triton.paged import KVCase
 
 from longtail.kernels import attention_triton
 from longtail.kernels.attention import AttentionBatch, paged_attention_reference, paged_attention_triton
-from longtail.kernels.kv import empty_kv, store_kv_reference
+from longtail.kernels.kv import empty_kv
 
 TOLERANCES: dict[torch.dtype, Any] = {  # float16, bfloat16: p rounded to the dtype before p @ v, and the output
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},
@@ -20,56 +21,8 @@ PARTITION = 128
 
 
 @pytest.fixture(autouse=True)
-def outputs_start_as_nan_and_partitions_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
+def small_partitions(outputs_start_as_nan: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_triton, "PARTITION", PARTITION)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Case:
-    """Sequences with given numbers of query rows and context lengths; what no sequence has written in the cache is NaN,
-    and what no table uses has a block number that does not exist."""
-
-    def __init__(
-        self,
-        queries: list[int],
-        contexts: list[int],
-        heads: int = 3,
-        kv_heads: int = 1,
-        dim: int = 16,
-        block: int = 16,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.queries, self.contexts, self.block, self.scale = queries, contexts, block, dim**-0.5
-        sizes = [-(-n // block) for n in contexts]
-        order = torch.randperm(sum(sizes) + 1, generator=torch.Generator().manual_seed(1)).tolist()
-        self.tables = [[order.pop() for _ in range(size)] for size in sizes]
-        self.kv = empty_kv(sum(sizes) + 1, 2, kv_heads, block, dim, layout="hnd", dtype=dtype).fill_(torch.nan)
-        for i, (table, n) in enumerate(zip(self.tables, contexts, strict=True)):
-            k, v = randn(2, n, kv_heads, dim, seed=10 + i).to(dtype)
-            slots = torch.tensor([table[p // block] * block + p % block for p in range(n)], dtype=torch.long)
-            store_kv_reference(k, v, self.kv, 1, slots, block)
-        self.group = heads // kv_heads
-        self.q = [randn(n, heads, dim, seed=100 + i).to(dtype) for i, n in enumerate(queries)]
-
-    def batch(self, queries: list[int] | None = None, which: list[int] | None = None) -> AttentionBatch:
-        which = list(range(len(self.queries))) if which is None else which
-        batch = AttentionBatch.build(
-            queries or [self.queries[i] for i in which],
-            [self.contexts[i] for i in which],
-            [self.tables[i] for i in which],
-            self.group,
-        )
-        batch.block_tables[batch.block_tables < 0] = 10**6
-        return batch
-
-    def run(self, op: Any, q: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        out: torch.Tensor = op(q, self.kv, 1, batch, self.block, self.scale)
-        return out
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -80,7 +33,7 @@ class Case:
 def test_decode(heads: int, kv_heads: int, dim: int, block: int, dtype: torch.dtype) -> None:
     """One token, page boundaries, one partition exactly, one more, several; an empty sequence among them."""
     contexts = [1, 15, 16, 17, 0, PARTITION, PARTITION + 1, 2 * PARTITION + 70]
-    case = Case([min(n, 1) for n in contexts], contexts, heads, kv_heads, dim, block, dtype)
+    case = KVCase([min(n, 1) for n in contexts], contexts, heads, kv_heads, dim, block, dtype)
     q, batch = torch.cat(case.q), case.batch()
     expected = case.run(paged_attention_reference, q, batch)
     torch.testing.assert_close(case.run(paged_attention_triton, q, batch), expected, **TOLERANCES[dtype])
@@ -89,7 +42,7 @@ def test_decode(heads: int, kv_heads: int, dim: int, block: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_verify_prefill_and_resume(dtype: torch.dtype) -> None:
     """Several query rows a sequence, more than a tile; whole prompts; chunks that cross a partition; padding rows."""
-    case = Case([5, 20, 1, 9, 0], [70, 20, 300, PARTITION + 4, 0], dtype=dtype)
+    case = KVCase([5, 20, 1, 9, 0], [70, 20, 300, PARTITION + 4, 0], dtype=dtype)
     q, batch = torch.cat([*case.q, torch.full((3, 3, 16), torch.nan).to(dtype)]), case.batch()
     out = case.run(paged_attention_triton, q, batch)
     torch.testing.assert_close(out, case.run(paged_attention_reference, q, batch), **TOLERANCES[dtype])
@@ -100,20 +53,18 @@ def test_verify_prefill_and_resume(dtype: torch.dtype) -> None:
 def test_a_row_depends_neither_on_the_batch_nor_on_the_rows_that_ride_along(dtype: torch.dtype) -> None:
     """Bit for bit: all at once, sequence by sequence, and row by row as decode would have computed them. Proves the
     order of the kernel's own arithmetic, given that `tl.dot` treats the rows of a tile alike (here in order of k)."""
-    case = Case([7, 12, 1], [PARTITION + 3, 12, 2 * PARTITION + 9], dtype=dtype)
+    case = KVCase([7, 12, 1], [PARTITION + 3, 12, 2 * PARTITION + 9], dtype=dtype)
     whole = case.run(paged_attention_triton, torch.cat(case.q), case.batch()).split(case.queries)
-    for i, (queries, context) in enumerate(zip(case.queries, case.contexts, strict=True)):
-        alone = case.run(paged_attention_triton, case.q[i], case.batch(which=[i]))
+    for i, queries in enumerate(case.queries):
+        alone = case.run(paged_attention_triton, case.q[i], case.batch([i]))
         assert torch.equal(alone, whole[i])
         for t in range(queries):
-            seen = context - queries + 1 + t
-            batch = AttentionBatch.build([1], [seen], [case.tables[i][: -(-seen // case.block)]], case.group)
-            assert torch.equal(case.run(paged_attention_triton, case.q[i][t : t + 1], batch)[0], whole[i][t])
+            assert torch.equal(case.run(paged_attention_triton, case.q[i][t : t + 1], case.row(i, t))[0], whole[i][t])
 
 
 def test_the_comparison_of_bits_sees_a_change_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a partition size that depended on the batch would do."""
-    case = Case([1], [3 * PARTITION])
+    case = KVCase([1], [3 * PARTITION])
     before = case.run(paged_attention_triton, case.q[0], case.batch())
     monkeypatch.setattr(attention_triton, "PARTITION", PARTITION // 2)
     after = case.run(paged_attention_triton, case.q[0], case.batch())
@@ -122,7 +73,7 @@ def test_the_comparison_of_bits_sees_a_change_of_the_split(monkeypatch: pytest.M
 
 
 def test_strided_queries_and_no_queries() -> None:
-    case = Case([2, 3], [40, 3])
+    case = KVCase([2, 3], [40, 3])
     wide = torch.cat(case.q).repeat(1, 2, 2)
     expected = case.run(paged_attention_triton, torch.cat(case.q), case.batch())
     assert torch.equal(case.run(paged_attention_triton, wide[:, 3:, 16:], case.batch()), expected)
@@ -131,14 +82,14 @@ def test_strided_queries_and_no_queries() -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    case = Case([1], [200])
+    case = KVCase([1], [200])
     q = case.q[0] * 1e4
     expected = case.run(paged_attention_reference, q, case.batch())
     torch.testing.assert_close(case.run(paged_attention_triton, q, case.batch()), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_misuse_is_named() -> None:
-    case = Case([1], [5])
+    case = KVCase([1], [5])
     with pytest.raises(ValueError, match="does not fit kv"):
         paged_attention_triton(torch.ones(1, 3, 8), case.kv, 1, case.batch(), 16, 1.0)
     with pytest.raises(ValueError, match=r"block size 24 \(a divisor of 256\)"):

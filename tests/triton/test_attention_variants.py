@@ -3,11 +3,11 @@ that a row's bits are its own with each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from tests.triton.paged import KVCase
 
 from longtail.kernels import attention_plan, attention_triton
 from longtail.kernels.attention import (
@@ -17,7 +17,7 @@ from longtail.kernels.attention import (
     paged_attention_triton,
 )
 from longtail.kernels.attention_plan import SplitPlan
-from longtail.kernels.kv import empty_kv, empty_scales, store_kv_reference
+from longtail.kernels.kv import empty_kv, store_kv_reference
 
 TOLERANCES: dict[torch.dtype, Any] = {  # float16, bfloat16: p rounded to the dtype before p @ v, and the output
     torch.float32: {"rtol": 1e-5, "atol": 3e-6},
@@ -25,78 +25,15 @@ TOLERANCES: dict[torch.dtype, Any] = {  # float16, bfloat16: p rounded to the dt
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},
 }
 PARTITION = 64
-GONE = 10**6
-"""A block that does not exist: the interpreter's guard sees a read of it."""
 E4M3 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
-def outputs_start_as_nan_and_partitions_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
+def small_partitions(outputs_start_as_nan: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_triton, "PARTITION", PARTITION)
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Case:
-    """Sequences in a cache whose other slots are NaN. Blocks that lie before the window of all rows asked are gone: not
-    in the table, and in the cache NaN."""
-
-    def __init__(
-        self,
-        queries: list[int],
-        contexts: list[int],
-        heads: int = 3,
-        kv_heads: int = 1,
-        dim: int = 16,
-        block: int = 16,
-        dtype: torch.dtype = torch.float32,
-        cache: torch.dtype | None = None,
-        variant: AttentionVariant | None = None,
-        trees: Sequence[Sequence[int] | None] | None = None,
-    ) -> None:
-        self.queries, self.contexts, self.block, self.scale = queries, contexts, block, dim**-0.5
-        self.variant, self.trees, self.group = variant or AttentionVariant(), trees, heads // kv_heads
-        sizes = [-(-n // block) for n in contexts]
-        order = torch.randperm(sum(sizes) + 1, generator=torch.Generator().manual_seed(1)).tolist()
-        self.tables = [[order.pop() for _ in range(size)] for size in sizes]
-        self.kv = empty_kv(sum(sizes) + 1, 2, kv_heads, block, dim, layout="hnd", dtype=cache or dtype)
-        self.scales = empty_scales(sum(sizes) + 1, 2, kv_heads, block).fill_(torch.nan) if cache else None
-        if cache is None:
-            self.kv.fill_(torch.nan)
-        for i, (table, n) in enumerate(zip(self.tables, contexts, strict=True)):
-            k, v = randn(2, n, kv_heads, dim, seed=10 + i).to(dtype)
-            slots = torch.tensor([table[p // block] * block + p % block for p in range(n)], dtype=torch.long)
-            store_kv_reference(k, v, self.kv, 1, slots, block, self.scales)
-        self.q = [randn(n, heads, dim, seed=100 + i).to(dtype) for i, n in enumerate(queries)]
-
-    def batch(self, which: list[int] | None = None) -> AttentionBatch:
-        which = list(range(len(self.queries))) if which is None else which
-        return self.ask(
-            [self.queries[i] for i in which],
-            [self.contexts[i] for i in which],
-            [self.tables[i] for i in which],
-            None if self.trees is None else [self.trees[i] for i in which],
-        )
-
-    def ask(
-        self, queries: list[int], contexts: list[int], tables: list[list[int]], trees: Any = None
-    ) -> AttentionBatch:
-        if self.variant.window:
-            firsts = [n - q + 1 - self.variant.window for q, n in zip(queries, contexts, strict=True)]
-            dead = [max(first, 0) // self.block for first in firsts]
-            tables = [[-1] * k + table[k:] for k, table in zip(dead, tables, strict=True)]
-        batch = AttentionBatch.build(queries, contexts, tables, self.group, trees)
-        batch.block_tables[batch.block_tables < 0] = GONE
-        return batch
-
-    def run(self, op: Any, q: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        out: torch.Tensor = op(q, self.kv, 1, batch, self.block, self.scale, self.variant, self.scales)
-        return out
-
+class Case(KVCase):
     def check(self, dtype: torch.dtype) -> torch.Tensor:
         q, batch = torch.cat(self.q), self.batch()
         out = self.run(paged_attention_triton, q, batch)
@@ -250,13 +187,11 @@ def test_a_row_depends_neither_on_the_batch_nor_on_the_rows_that_ride_along(
     contexts = [2 * PARTITION + 3, 12, 2 * PARTITION + 9]
     case = Case([7, 12, 1], contexts, dtype=dtype, variant=VARIANTS[variant], cache=cache)
     whole = split(case.run(paged_attention_triton, torch.cat(case.q), case.batch()), case.queries)
-    for i, (queries, context) in enumerate(zip(case.queries, case.contexts, strict=True)):
+    for i, queries in enumerate(case.queries):
         alone = case.run(paged_attention_triton, case.q[i], case.batch([i]))
         assert torch.equal(alone, whole[i])
         for t in range(0, queries, 3):
-            seen = context - queries + 1 + t
-            batch = case.ask([1], [seen], [case.tables[i][: -(-seen // case.block)]])
-            assert torch.equal(case.run(paged_attention_triton, case.q[i][t : t + 1], batch)[0], whole[i][t])
+            assert torch.equal(case.run(paged_attention_triton, case.q[i][t : t + 1], case.row(i, t))[0], whole[i][t])
 
 
 def test_a_tree_does_not_depend_on_the_batch() -> None:

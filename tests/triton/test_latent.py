@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.triton.paged import Sequences, randn
 from triton.runtime.errors import InterpreterError
 
 from longtail.kernels import latent_triton
@@ -28,19 +29,12 @@ PARTITION = 64
 
 
 @pytest.fixture(autouse=True)
-def outputs_start_as_nan_and_partitions_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
+def small_partitions(outputs_start_as_nan: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent_triton, "PARTITION", PARTITION)
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Case:
-    """Sequences with given numbers of query rows and context lengths; what no sequence has written in the cache is NaN,
-    and what no table uses has a block number that does not exist."""
+class Case(Sequences):
+    """Latents in layer 1 of a cache whose other slots are NaN, and queries."""
 
     def __init__(
         self,
@@ -52,39 +46,22 @@ class Case:
         block: int = 16,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.queries, self.contexts, self.heads, self.block = queries, contexts, heads, block
+        super().__init__(queries, contexts, block, heads)
         self.scale = (rank + rope) ** -0.5
-        sizes = [-(-n // block) for n in contexts]
-        order = torch.randperm(sum(sizes) + 1, generator=torch.Generator().manual_seed(1)).tolist()
-        self.tables = [[order.pop() for _ in range(size)] for size in sizes]
-        self.latent = empty_latent(sum(sizes) + 1, 2, block, rank, rope).fill_(torch.nan).to(dtype)
-        for i, (table, n) in enumerate(zip(self.tables, contexts, strict=True)):
-            slots = torch.tensor([table[p // block] * block + p % block for p in range(n)], dtype=torch.long)
+        self.latent = empty_latent(self.num_blocks, 2, block, rank, rope).fill_(torch.nan).to(dtype)
+        for i, n in enumerate(contexts):
             rows = randn(n, rank + rope, seed=10 + i).to(dtype)
-            store_latent_reference(rows[:, :rank], rows[:, rank:], self.latent, 1, slots, block)
+            store_latent_reference(rows[:, :rank], rows[:, rank:], self.latent, 1, self.slots(i), block)
         both = [randn(n, heads, rank + rope, seed=100 + i).to(dtype) for i, n in enumerate(queries)]
         self.q, self.q_rope = [x[..., :rank] for x in both], [x[..., rank:] for x in both]
-
-    def batch(self, queries: list[int] | None = None, which: list[int] | None = None) -> AttentionBatch:
-        which = list(range(len(self.queries))) if which is None else which
-        batch = AttentionBatch.build(
-            queries or [self.queries[i] for i in which],
-            [self.contexts[i] for i in which],
-            [self.tables[i] for i in which],
-            self.heads,
-        )
-        batch.block_tables[batch.block_tables < 0] = 10**6
-        return batch
 
     def run(self, op: Any, which: list[int] | None = None, row: int | None = None) -> torch.Tensor:
         """All sequences, some, or one row of one, as decode would have computed it."""
         which = list(range(len(self.queries))) if which is None else which
         q, q_rope = (torch.cat([of[i] for i in which]) for of in (self.q, self.q_rope))
-        batch = self.batch(which=which)
+        batch = self.batch(which)
         if row is not None:
-            q, q_rope, i = q[row : row + 1], q_rope[row : row + 1], which[0]
-            seen = self.contexts[i] - self.queries[i] + 1 + row
-            batch = AttentionBatch.build([1], [seen], [self.tables[i][: -(-seen // self.block)]], self.heads)
+            q, q_rope, batch = q[row : row + 1], q_rope[row : row + 1], self.row(which[0], row)
         out: torch.Tensor = op(q, q_rope, self.latent, 1, batch, self.block, self.scale)
         return out
 

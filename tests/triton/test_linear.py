@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.triton.paged import randn
 
 from longtail.kernels import linear
 from longtail.kernels.linear import (
@@ -22,14 +23,7 @@ TOLERANCES: dict[torch.dtype, Any] = {  # the order of the sum, then one roundin
 }
 
 
-@pytest.fixture(autouse=True)
-def outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+pytestmark = pytest.mark.usefixtures("outputs_start_as_nan")
 
 
 def case(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.triton.paged import randn
 from triton.runtime.errors import InterpreterError
 
 from longtail.kernels.rope import rope_store_kv_reference, rope_store_kv_triton
@@ -18,14 +19,7 @@ TOLERANCES: dict[torch.dtype, Any] = {  # a rounding that falls the other way in
 LAYERS, BLOCKS, BLOCK = 2, 3, 4
 
 
-@pytest.fixture(autouse=True)
-def outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+pytestmark = pytest.mark.usefixtures("outputs_start_as_nan")
 
 
 class Case:

@@ -21,16 +21,7 @@ from longtail.kernels.verify_triton import verify_rejection_triton
 INF = math.inf
 
 
-@pytest.fixture(autouse=True)
-def outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel forgets to write is NaN, or an integer far outside of every vocabulary."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        out = empty(*args, **kwargs)
-        return out.fill_(torch.nan if out.is_floating_point() else 2**30)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = pytest.mark.usefixtures("outputs_start_as_nan")
 
 
 def cu(*counts: int) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from tests.triton_compile.gates import DTYPES, check_fit, on_every_target
 
-from longtail.bench.offline_compile import TARGETS, compile_launches
+from longtail.bench.offline_compile import Compiled
 from longtail.kernels import attention_triton
 from longtail.kernels.attention import AttentionBatch, AttentionVariant, paged_attention_triton
 from longtail.kernels.kv import empty_kv, empty_scales, store_kv_triton
@@ -32,7 +35,7 @@ def attend(
     paged_attention_triton(q, kv, 1, batch, block, dim**-0.5, of, scales)
 
 
-CASES: dict[str, dict[str, object]] = {
+CASES: dict[str, dict[str, Any]] = {
     "window": {"window": 128},
     "softcap": {"softcap": 50.0, "dim": 256},
     "sinks_dim_64": {"sinks": True, "window": 128, "dim": 64, "group": 8},
@@ -57,30 +60,26 @@ IN_FLOAT32 = {"e4m3_dim_64", "int8", "everything", "everything_dim_64", "dim_80"
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, torch.bfloat16) for case in CASES]
-    + [(case, torch.float16) for case in CASES if case in IN_FLOAT16]
-    + [(case, torch.float32) for case in CASES if case in IN_FLOAT32],
+    [(case, "bfloat16") for case in CASES]
+    + [(case, "float16") for case in CASES if case in IN_FLOAT16]
+    + [(case, "float32") for case in CASES if case in IN_FLOAT32],
 )
-@pytest.mark.parametrize("target", TARGETS)
-def test_attention_is_fit_for_the_target(target: str, case: str, dtype: torch.dtype) -> None:
-    partition, combine = compile_launches(lambda: attend(dtype, **CASES[case]), TARGETS[target])  # type: ignore[arg-type]
-    for launch in (partition, combine):
-        print(
-            f"{launch.kernel} {case} {dtype} {target}: warps {launch.num_warps}, registers {launch.registers}, spills "
-            f"{launch.spills}, shared {launch.shared}, occupancy {launch.occupancy:.0%}, loads {launch.loads}, "
-            f"stores {launch.stores}, tensor core {launch.tensor_core}"
-        )
-        assert launch.problems() == []
+@on_every_target
+@pytest.mark.launches(of=lambda case, dtype: attend(DTYPES[dtype], **CASES[case]))
+def test_attention_is_fit_for_the_target(launches: list[Compiled], target: str, case: str, dtype: str) -> None:
+    check_fit(launches, f"{case} {dtype}")
+    partition, combine = launches
+    for launch in launches:
         # AMD: 8-bit K and V of 512 threads are 8 bytes a thread.
         assert launch.loads.keys() & ({128} if target != "gfx942" or launch is combine else {64, 128})
         assert launch.stores.get(128, 0) > 0
-    if dtype != torch.float32:
+    if dtype != "float32":
         assert partition.tensor_core > 0
     if case != "dim_72":  # of which the compiler does not see that rows of 144 bytes are aligned
         assert not partition.loads.keys() & {8, 16}  # K and V, of 8 bits too, come in wide loads
 
 
-WHOLE: dict[str, dict[str, object]] = {
+WHOLE: dict[str, dict[str, Any]] = {
     "plain": {},
     "dim_64": {"dim": 64},
     "window_and_cap": {"window": 128, "softcap": 30.0},
@@ -90,37 +89,39 @@ WHOLE: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def attend_whole(case: str, dtype: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_triton, "WHOLE_FROM", 1)
+        attend(DTYPES[dtype], **WHOLE[case])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", WHOLE)
-@pytest.mark.parametrize("target", TARGETS)
+@on_every_target
+@pytest.mark.launches(of=attend_whole)
 def test_one_program_a_tile_is_fit_for_the_target(
-    target: str, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    launches: list[Compiled], target: str, case: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(attention_triton, "WHOLE_FROM", 1)
-    (launch,) = compile_launches(lambda: attend(dtype, **WHOLE[case]), TARGETS[target])  # type: ignore[arg-type]
-    print(
-        f"{launch.kernel} {case} {target}: registers {launch.registers}, spills {launch.spills}, shared "
-        f"{launch.shared}, occupancy {launch.occupancy:.0%}"
-    )
-    assert launch.problems() == []
+    check_fit(launches, f"{case} {dtype}, whole")
+    (launch,) = launches
     assert launch.tensor_core > 0
     assert not launch.loads.keys() & {8, 16}
 
 
+def store_quantised(dim: int, cache: torch.dtype) -> None:
+    kv, scales = empty_kv(4, 2, 3, 16, dim, layout="hnd", dtype=cache), empty_scales(4, 2, 3, 16)
+    k = torch.zeros(32, 3, dim, dtype=torch.bfloat16)
+    store_kv_triton(k, k.clone(), kv, 1, torch.arange(32), 16, scales)
+
+
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("target", TARGETS)
-def test_quantised_stores_are_fit_for_the_target(target: str, dim: int, cache: torch.dtype) -> None:
-    def store() -> None:
-        kv, scales = empty_kv(4, 2, 3, 16, dim, layout="hnd", dtype=cache), empty_scales(4, 2, 3, 16)
-        k = torch.zeros(32, 3, dim, dtype=torch.bfloat16)
-        store_kv_triton(k, k.clone(), kv, 1, torch.arange(32), 16, scales)
-
-    (launch,) = compile_launches(store, TARGETS[target])
-    print(
-        f"{launch.kernel} {cache} {dim} {target}: warps {launch.num_warps}, registers {launch.registers}, shared "
-        f"{launch.shared}, occupancy {launch.occupancy:.0%}, loads {launch.loads}, stores {launch.stores}"
-    )
-    assert launch.problems() == []
+@on_every_target
+@pytest.mark.launches(of=store_quantised)
+def test_quantised_stores_are_fit_for_the_target(
+    launches: list[Compiled], target: str, dim: int, cache: torch.dtype
+) -> None:
+    check_fit(launches, f"{cache} {dim}")
+    (launch,) = launches
     assert launch.loads.get(128, 0) > 0
     assert launch.stores.keys() & {64, 128}  # 16 codes are 16 bytes, but 8 numbers of 16 bits are loaded at once

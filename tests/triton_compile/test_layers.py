@@ -1,4 +1,4 @@
-"""rope_store_kv, latent attention and the linear layer compile for every target, by the gates of test_offline.py."""
+"""rope_store_kv, latent attention and the linear layer compile for every target."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.triton_compile.gates import DTYPES, check_fit, check_full_width, in_dtypes, on_every_target
 
-from longtail.bench.offline_compile import TARGETS, compile_launches
+from longtail.bench.offline_compile import Compiled
 from longtail.kernels.attention import AttentionBatch
 from longtail.kernels.latent_triton import latent_attention_triton, store_latent_triton
 from longtail.kernels.linear import batch_invariant_linear_triton
 from longtail.kernels.rope import rope_store_kv_triton
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def rope(dtype: torch.dtype, heads: int = 9, kv_heads: int = 3, dim: int = 64, norm: bool = False) -> None:
@@ -57,29 +56,10 @@ CASES: dict[str, Callable[[torch.dtype], None]] = {
     "linear_edges": lambda dtype: linear(dtype, 1544, 1000),
 }
 
-ALL_DTYPES = {"rope", "latent", "store_latent", "linear", "linear_wide"}
-"""The cases that run in every dtype; the others differ in shape only."""
 
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, dtype) for case in CASES for dtype in (DTYPES if case in ALL_DTYPES else ("bfloat16",))],
-)
-@pytest.mark.parametrize("target", TARGETS)
-def test_fit_for_the_target(target: str, case: str, dtype: str) -> None:
-    launches = compile_launches(lambda: CASES[case](DTYPES[dtype]), TARGETS[target])
-    assert launches
-    for launch in launches:
-        print(
-            f"{launch.kernel} {case} {dtype} {target}: warps {launch.num_warps}, registers {launch.registers}, spills "
-            f"{launch.spills}, shared {launch.shared}, occupancy {launch.occupancy:.0%}, loads {launch.loads}, "
-            f"stores {launch.stores}, tensor core {launch.tensor_core}"
-        )
-        assert launch.problems() == []
-        if launch.kernel in ("_partition_kernel", "_linear_kernel") and dtype != "float32":
-            assert launch.tensor_core > 0
-        if launch.kernel == "_partition_kernel" and dtype != "float32":
-            assert not launch.loads.keys() & {8, 16}  # latents come in wide loads, all of them
-        assert launch.loads.get(128, 0) > 0
-        if (target, launch.kernel) != ("gfx942", "_linear_kernel"):  # writes the result as matrix instructions leave it
-            assert launch.stores.get(128, 0) > 0
+@in_dtypes(CASES, {"rope", "latent", "store_latent", "linear", "linear_wide"})
+@on_every_target
+@pytest.mark.launches(of=lambda case, dtype: CASES[case](DTYPES[dtype]))
+def test_fit_for_the_target(launches: list[Compiled], target: str, case: str, dtype: str) -> None:
+    check_fit(launches, f"{case} {dtype}")
+    check_full_width(launches, dtype)

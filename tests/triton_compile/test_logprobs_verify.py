@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.triton_compile.gates import DTYPES, check_fit, on_every_target
 
-from longtail.bench.offline_compile import TARGETS, compile_launches
+from longtail.bench.offline_compile import Compiled
 from longtail.kernels.logprobs_triton import token_logprobs_backward_triton, token_logprobs_forward_triton
 from longtail.kernels.verify import verify_drafts_triton
 from longtail.kernels.verify_triton import verify_rejection_triton
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 VOCABS = [49_152, 151_936, 262_144]
 
 
@@ -61,18 +61,12 @@ WIDE_STORES = {"_gradient_kernel"}
     ("case", "vocab"),
     [(case, vocab) for case in CASES for vocab in (VOCABS[:1] if case == "rejection_without_probs" else VOCABS)],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("target", TARGETS)
-def test_fit_for_the_target(target: str, case: str, dtype: str, vocab: int) -> None:
-    launches = compile_launches(lambda: CASES[case](DTYPES[dtype], vocab), TARGETS[target])
-    assert launches
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@on_every_target
+@pytest.mark.launches(of=lambda case, dtype, vocab: CASES[case](DTYPES[dtype], vocab))
+def test_fit_for_the_target(launches: list[Compiled], target: str, case: str, dtype: str, vocab: int) -> None:
+    check_fit(launches, f"{case} {dtype} {vocab}")
     for launch in launches:
-        print(
-            f"{launch.kernel} {case} {dtype} {vocab} {target}: warps {launch.num_warps}, registers {launch.registers}, "
-            f"spills {launch.spills}, shared {launch.shared}, occupancy {launch.occupancy:.0%}, loads {launch.loads}, "
-            f"stores {launch.stores}"
-        )
-        assert launch.problems() == []
         if launch.kernel in WIDE_LOADS:
             # 512 bytes for a warp's load; the race has four words of 8 tokens a thread, where a warp has 32
             wide = 64 if launch.kernel == "_race_kernel" and launch.target.gpu.warp_size == 64 else 128
@@ -81,13 +75,16 @@ def test_fit_for_the_target(target: str, case: str, dtype: str, vocab: int) -> N
             assert launch.stores.get(128, 0) > 0
 
 
-@pytest.mark.parametrize("most", [4, 16])
-@pytest.mark.parametrize("target", TARGETS)
-def test_match_fits_the_target(target: str, most: int) -> None:
-    """One program a sequence, a few numbers each: no wide loads to ask for."""
+def match(most: int) -> None:
     drafts = torch.zeros(2 * most, dtype=torch.int64)
     sampled, logprobs = torch.zeros(2 * most + 2, dtype=torch.int64), torch.zeros(2 * most + 2)
-    starts = torch.tensor([0, most, 2 * most], dtype=torch.int32)
-    (launch,) = compile_launches(lambda: verify_drafts_triton(drafts, sampled, starts, logprobs), TARGETS[target])
-    print(f"{launch.kernel} {most} {target}: registers {launch.registers}, shared {launch.shared}")
-    assert launch.problems() == []
+    verify_drafts_triton(drafts, sampled, torch.tensor([0, most, 2 * most], dtype=torch.int32), logprobs)
+
+
+@pytest.mark.parametrize("most", [4, 16])
+@on_every_target
+@pytest.mark.launches(of=match)
+def test_match_fits_the_target(launches: list[Compiled], target: str, most: int) -> None:
+    """One program a sequence, a few numbers each: no wide loads to ask for."""
+    assert len(launches) == 1
+    check_fit(launches, str(most))

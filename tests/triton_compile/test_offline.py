@@ -8,8 +8,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.triton_compile.gates import DTYPES, check_fit, check_full_width, in_dtypes, on_every_target
 
-from longtail.bench.offline_compile import TARGETS, Compiled, Target, compile_launches
+from longtail.bench import offline_compile
+from longtail.bench.offline_compile import TARGETS, Compiled, Target, compile_all, compile_launches
 from longtail.kernels.activation import silu_mul_triton
 from longtail.kernels.attention import AttentionBatch, paged_attention_triton
 from longtail.kernels.kv import (
@@ -21,7 +23,6 @@ from longtail.kernels.kv import (
 )
 from longtail.kernels.norm import rms_norm_triton
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HEADS, BLOCK_SIZE, DIM = 3, 16, 64  # SmolLM2-135M's KV heads
 
 
@@ -67,31 +68,14 @@ CASES: dict[str, Callable[[torch.dtype], None]] = {
     "attention_blocks_of_64": lambda dtype: attention(dtype, block_size=64),
 }
 
-ALL_DTYPES = {"attention", "store_kv", "blocks", "rms_norm", "silu_mul"}
-"""The cases that run in every dtype; the others differ in shape only."""
 
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, dtype) for case in CASES for dtype in (DTYPES if case in ALL_DTYPES else ("bfloat16",))],
-)
-@pytest.mark.parametrize("target", TARGETS)
-def test_fit_for_the_target(target: str, case: str, dtype: str) -> None:
-    launches = compile_launches(lambda: CASES[case](DTYPES[dtype]), TARGETS[target])
-    assert launches
-    for launch in launches:
-        print(
-            f"{launch.kernel} {case} {dtype} {target}: warps {launch.num_warps}, registers {launch.registers}, spills "
-            f"{launch.spills}, shared {launch.shared}, occupancy {launch.occupancy:.0%}, loads {launch.loads}, "
-            f"stores {launch.stores}, tensor core {launch.tensor_core}"
-        )
-        assert launch.problems() == []
-        if launch.kernel == "attention_kernel" and dtype != "float32":
-            assert launch.tensor_core > 0
-            assert not launch.loads.keys() & {8, 16}  # K and V come in wide loads, all of them
-        if case != "rms_norm_64":  # a row of 64 is 2 elements for each lane of a warp
-            assert launch.loads.get(128, 0) > 0
-            assert launch.stores.get(128, 0) > 0
+@in_dtypes(CASES, {"attention", "store_kv", "blocks", "rms_norm", "silu_mul"})
+@on_every_target
+@pytest.mark.launches(of=lambda case, dtype: CASES[case](DTYPES[dtype]))
+def test_fit_for_the_target(launches: list[Compiled], target: str, case: str, dtype: str) -> None:
+    check_fit(launches, f"{case} {dtype}")
+    if case != "rms_norm_64":  # a row of 64 is 2 elements for each lane of a warp
+        check_full_width(launches, dtype)
 
 
 # ---- the gates catch what they are for
@@ -107,10 +91,11 @@ def spilling_kernel(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def wide_dot_kernel(x, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    at = i[:, None] * SIZE + i[None, :]
-    tl.store(x + at, tl.dot(tl.load(x + at), tl.load(x + at)).to(x.dtype.element_ty))
+def dot_kernel(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """Both operands whole in shared memory."""
+    i, k = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    a, b = tl.load(x + i[:, None] * DEPTH + k[None, :]), tl.load(x + k[:, None] * ROWS + i[None, :])
+    tl.store(x + i[:, None] * ROWS + i[None, :], tl.dot(a, b).to(x.dtype.element_ty))
 
 
 def compiled(kernel: triton.JITFunction, x: torch.Tensor, target: Target, **options: int) -> Compiled:
@@ -119,22 +104,22 @@ def compiled(kernel: triton.JITFunction, x: torch.Tensor, target: Target, **opti
 
 
 def test_a_spill_is_found() -> None:
-    launch = compiled(spilling_kernel, torch.zeros(32768), TARGETS["sm_90"], SIZE=32768, num_warps=1)
+    launch = compiled(spilling_kernel, torch.zeros(16384), TARGETS["sm_90"], SIZE=16384, num_warps=1)
     assert launch.spills > 0
     assert any("register spills" in problem for problem in launch.problems())
 
 
 def test_too_much_shared_memory_is_found() -> None:
-    launch = compiled(wide_dot_kernel, torch.zeros(256 * 256), TARGETS["sm_80"], SIZE=256, num_warps=8)
+    launch = compiled(dot_kernel, torch.zeros(32 * 1024), TARGETS["sm_80"], ROWS=32, DEPTH=1024, num_warps=8)
     assert launch.shared > 163 << 10
     assert any("bytes of shared memory" in problem for problem in launch.problems())
     assert launch.occupancy == 0
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@on_every_target
 def test_tensor_core_instructions_are_counted(target: str) -> None:
     x = torch.zeros(128 * 128, dtype=torch.bfloat16)
-    assert compiled(wide_dot_kernel, x, TARGETS[target], SIZE=128, num_warps=4).tensor_core > 0
+    assert compiled(dot_kernel, x, TARGETS[target], ROWS=128, DEPTH=128, num_warps=4).tensor_core > 0
 
 
 def test_a_misaligned_tensor_loses_its_wide_loads() -> None:
@@ -154,3 +139,19 @@ def test_the_driver_is_put_back() -> None:
     with pytest.raises(ZeroDivisionError):
         compile_launches(lambda: 1 / 0, TARGETS["sm_90"])
     assert driver._active is before
+
+
+def test_many_are_read_as_one_alone_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two architectures and AMD in turns, kernels of many and of few instructions, one that fails among them."""
+    monkeypatch.setattr(offline_compile, "_FACTS", {})  # what other tests have read
+    names = ["sm_90", "gfx942", "sm_80", "sm_90"]
+    works: list[Callable[[], None]] = [lambda: attention(torch.bfloat16), lambda: rms_norm(torch.float32)]
+    jobs = [(work, TARGETS[name]) for name in names for work in works]
+    *together, failed = compile_all([*jobs, (lambda: 1 / 0, TARGETS["sm_90"])])
+    assert isinstance(failed, ZeroDivisionError)
+    alone = []
+    for work, target in jobs:
+        offline_compile._FACTS.clear()
+        alone.append(compile_launches(work, target))
+    assert together == alone
+    assert len({launch.registers for launches in alone for launch in launches}) > 4

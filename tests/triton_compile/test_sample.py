@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.triton_compile.gates import DTYPES, check_fit, on_every_target
 
-from longtail.bench.offline_compile import TARGETS, compile_launches
+from longtail.bench.offline_compile import TARGETS, Compiled, compile_launches
 from longtail.kernels.sample import LogitEdits, SampleBatch, row_edits
 from longtail.kernels.sample_triton import launch_sample
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KERNELS = ["copy_kernel", "edit_kernel", "scan_kernel", "finish_kernel", "compact_kernel", "truncate_kernel"]
 
 
@@ -38,17 +38,12 @@ def launch(vocab: int, dtype: torch.dtype) -> None:
         (262_144, "float32"),
     ],
 )
-@pytest.mark.parametrize("target", TARGETS)
-def test_fit_for_the_target(target: str, vocab: int, dtype: str) -> None:
-    launches = compile_launches(lambda: launch(vocab, DTYPES[dtype]), TARGETS[target])
+@on_every_target
+@pytest.mark.launches(of=lambda vocab, dtype: launch(vocab, DTYPES[dtype]))
+def test_fit_for_the_target(launches: list[Compiled], target: str, vocab: int, dtype: str) -> None:
     assert [launch.kernel for launch in launches] == KERNELS
+    check_fit(launches, f"{vocab} {dtype}")
     for launched in launches:
-        print(
-            f"{launched.kernel} {vocab} {dtype} {target}: warps {launched.num_warps}, registers {launched.registers}, "
-            f"spills {launched.spills}, shared {launched.shared}, occupancy {launched.occupancy:.0%}, "
-            f"loads {launched.loads}, stores {launched.stores}"
-        )
-        assert launched.problems() == []
         if vocab % 8 == 0 and launched.kernel in ("copy_kernel", "scan_kernel", "compact_kernel"):
             assert launched.loads.get(128, 0) > 0
         if vocab % 8 == 0 and launched.kernel == "scan_kernel":

@@ -9,7 +9,7 @@ from longtail.kernels._numba import LANES
 
 LogprobsMode = Literal["processed", "raw"]
 KVOnUpdate = Literal["recompute", "keep"]
-SnapshotEncoding = Literal["exact", "int8"]
+SnapshotEncoding = Literal["exact", "int8", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,9 @@ class NativeConfig:
     preemption: Literal["snapshot", "recompute"] = "snapshot"
     """What becomes of the KV of a sample that loses its slot."""
     snapshot_encoding: SnapshotEncoding = "exact"
-    """exact: a restored sample goes on with the same bits; int8: a quarter of the bytes, and it may leave the path it
-    would have taken (its segments say "approximate")."""
+    """exact: a restored sample goes on with the same bits; int8, fp8: a quarter of the bytes, and it may leave the path
+    it would have taken (its segments say "approximate"). int8 is closest where the numbers of a head are of one size,
+    fp8 where some are much larger than the others."""
     logprobs_mode: LogprobsMode = "processed"
     """processed: under the distribution that was sampled from (after penalties, temperature, truncation); raw: under
     softmax of the model's logits."""
@@ -50,7 +51,7 @@ class NativeConfig:
         choices = {
             "numerics": ("exact", "fast"),
             "preemption": ("snapshot", "recompute"),
-            "snapshot_encoding": ("exact", "int8"),
+            "snapshot_encoding": ("exact", "int8", "fp8"),
             "logprobs_mode": ("processed", "raw"),
             "kv_on_update": ("recompute", "keep"),
         }

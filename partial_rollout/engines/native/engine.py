@@ -320,17 +320,11 @@ class NativeEngine:
     ) -> None:
         """Drafts from here on with this drafter ("ngram", "group", "group>ngram": the first that has something to say,
         or an object); None: no drafts. Not one token depends on it, nor on when it changes. controller: how many
-        drafts (`spec_decode/controller.py`). ValueError for a name that is not known, and for a model that keeps a
-        state: that cannot be rolled back."""
+        drafts (`spec_decode/controller.py`). ValueError for a name that is not known."""
         with self._lock:
             if drafter is None:
                 self.stepper.speculation = None
                 return
-            if self.kv.states is not None:
-                raise ValueError(
-                    "drafter: the model has layers with a recurrent or convolutional state, which cannot be rolled "
-                    "back when a draft is rejected; use drafter=None"
-                )
             chosen = make_drafter(drafter) if isinstance(drafter, str) else drafter
             self.stepper.speculation = Speculation(
                 chosen, row_multiple=self.row_rule.multiple, controller=controller, clock=self.now

@@ -4,7 +4,8 @@
 
 A row that verifies drafts is sampled as if they were committed: its noise, penalties and bans are those of its output
 position. So the tokens that come out are the same with any drafter or none (kernels/verify.py), and what a rejected
-draft leaves behind is KV at positions that count as not computed and are written again.
+draft leaves behind is KV at positions that count as not computed and are written again. A state cannot be cut: where a
+draft was rejected, the one before the pass stays, and the next pass computes the tokens that were accepted again.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Stepper:
     ) -> PassResult:
         """settle: told of each outcome when its tokens are in the sample and their KV counts."""
         start = self.now()
-        decoding = [item for item in scheduled if item.seq.num_uncomputed_tokens == 1 and item.seq.sample.output_ids]
         sampled = [item for item in scheduled if item.num_tokens == item.seq.num_uncomputed_tokens]
+        decoding = [item for item in sampled if item.seq.sample.output_ids]
         prefill = sum(item.num_tokens for item in scheduled) - len(decoding)
         context = sum(item.seq.num_computed_tokens + item.num_tokens for item in scheduled)
         drafts = self._draft(decoding, sum(item.num_tokens for item in scheduled), prefill)
@@ -124,7 +125,8 @@ class Stepper:
             stop = row + accepted[i] + 1
             self._commit(outcome, tokens[row:stop], logprobs[row:stop], faults.get(stop - 1), version)
             outcome.accepted = min(accepted[i], outcome.emitted)
-            self.kv.advance(item.seq, item.num_tokens + max(outcome.emitted - 1, 0))
+            if self.kv.states is None or outcome.accepted == len(item.drafts):
+                self.kv.advance(item.seq, item.num_tokens + max(outcome.emitted - 1, 0))
             settle(outcome)
             row += len(item.drafts) + 1
         self._judge(decoding, drafts, outcomes, self.now() - start, prefill)
