@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from longtail.partial_rollout.engines.native.forward import current
 from torch import nn
 
 from longtail.errors import UnsupportedModel
@@ -22,6 +21,7 @@ from longtail.kernels.gated_delta import gated_delta_rule
 from longtail.kernels.gates import gated_rms_norm, sigmoid, silu, softplus
 from longtail.kernels.linear_attention import linear_attention
 from longtail.kernels.norm import rms_norm
+from longtail.partial_rollout.engines.native.forward import current
 
 Shapes = tuple[tuple[int, ...], ...]
 
