@@ -10,6 +10,7 @@ import numba
 import pytest
 import torch
 from tests.partial_rollout.conftest import SIZES, EngineMaker, assert_same, generate, group, prompt, run
+from tests.partial_rollout.drafters import drafter
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +33,7 @@ from longtail.partial_rollout.engines.native.decoder import weights_of
 from longtail.partial_rollout.engines.native.row_invariant import RowInvariantFunctions
 from longtail.partial_rollout.engines.native.state_layers import state_shapes
 from longtail.sample import Sample
+from longtail.spec_decode.controller import FixedLength
 
 LENGTH = 28
 UNTIED = {"tie_word_embeddings": False}  # tied, a random model repeats its last token
@@ -267,6 +269,17 @@ def test_a_later_process_goes_on_from_the_store(make: EngineMaker, engine: Nativ
         assert [segment.kv for segment in sample.segments] == ["computed", "restored"]
 
 
+@pytest.mark.parametrize("name", ["oracle", "half right", "garbage"])
+def test_drafts_change_nothing(make: EngineMaker, engine: NativeEngine, name: str) -> None:
+    """States are those before a rejected draft again."""
+    want = generate(engine, *(group(f"g{i}", prompt(9 + 20 * i, i), max_tokens=LENGTH) for i in range(3)))
+    drafting = make(drafter=drafter(name, want), controller=FixedLength(4))
+    got = generate(drafting, *(group(f"g{i}", prompt(9 + 20 * i, i), max_tokens=LENGTH) for i in range(3)))
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+    assert drafting.stats().num_draft_tokens > 0
+
+
 def test_two_threads_and_one(make: EngineMaker) -> None:
     present = torch.get_num_threads(), numba.get_num_threads()
     try:
@@ -366,8 +379,6 @@ def test_unknown_layers_are_refused(make_engine: EngineMaker) -> None:
     activation.model.layers[0].linear_attn.activation = "gelu"
     with pytest.raises(UnsupportedModel, match="Qwen3NextGatedDeltaNet with activation gelu; not supported"):
         make_engine(activation)
-    with pytest.raises(ValueError, match="drafter: the model has layers with a recurrent or convolutional state"):
-        make_engine(make_model("lfm2")).use_drafter("ngram")
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(UnsupportedModel):
         make_engine(mamba)

@@ -1,4 +1,4 @@
-"""causal_conv and the scans of states compile for every target, by the gates of test_offline.py."""
+"""causal_conv and the scans of states compile for every target."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.triton_compile.gates import DTYPES, check_fit, check_full_width, in_dtypes, on_every_target
 
-from longtail.bench.offline_compile import TARGETS, compile_launches
+from longtail.bench.offline_compile import Compiled
 from longtail.kernels.causal_conv_triton import causal_conv_triton
 from longtail.kernels.state_scan_triton import state_scan_triton
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WHERE = torch.tensor([0, 2, 5]), torch.tensor([0, 1]), torch.tensor([2, 3])
 """cu_seqlens, read, write."""
 
@@ -53,20 +53,9 @@ ALL_DTYPES = {"causal_conv", "gated_delta"}
 """The cases that run in every dtype; the others differ in shape only."""
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, dtype) for case in CASES for dtype in (DTYPES if case in ALL_DTYPES else ("bfloat16",))],
-)
-@pytest.mark.parametrize("target", TARGETS)
-def test_fit_for_the_target(target: str, case: str, dtype: str) -> None:
-    launches = compile_launches(lambda: CASES[case](DTYPES[dtype]), TARGETS[target])
-    assert launches
-    for launch in launches:
-        print(
-            f"{launch.kernel} {case} {dtype} {target}: warps {launch.num_warps}, registers {launch.registers}, spills "
-            f"{launch.spills}, shared {launch.shared}, occupancy {launch.occupancy:.0%}, loads {launch.loads}, "
-            f"stores {launch.stores}"
-        )
-        assert launch.problems() == []
-        assert launch.loads.get(128, 0) > 0
-        assert launch.stores.get(128, 0) > 0
+@in_dtypes(CASES, ALL_DTYPES)
+@on_every_target
+@pytest.mark.launches(of=lambda case, dtype: CASES[case](DTYPES[dtype]))
+def test_fit_for_the_target(launches: list[Compiled], target: str, case: str, dtype: str) -> None:
+    check_fit(launches, f"{case} {dtype}")
+    check_full_width(launches, dtype)
