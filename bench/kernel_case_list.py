@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from longtail.bench import kernel_cases_kv, kernel_cases_rows
+from longtail.bench import kernel_cases_kv, kernel_cases_rows, kernel_cases_state
 from longtail.bench.kernel_cases import DTYPES
 
-CASES = [*kernel_cases_kv.CASES, *kernel_cases_rows.CASES]
+CASES = [*kernel_cases_kv.CASES, *kernel_cases_rows.CASES, *kernel_cases_state.CASES]
 
 
 def check_names(ops: Iterable[str], dtypes: Iterable[str]) -> None:

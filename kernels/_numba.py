@@ -69,3 +69,12 @@ def exp_nonpositive(x: Any) -> Any:
     p = p * (r * r) + r + f(1.0)
     scale = np.int32((np.int32(k) + 127) << 23).view(np.float32)
     return p * scale if x > f(-87.0) else f(0.0)
+
+
+@inline
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)) in float32; the exponential is taken of a non-positive number, which never overflows."""
+    f = np.float32
+    e = exp_nonpositive(-np.abs(x))
+    s = (f(1.0) if x >= f(0.0) else e) / (f(1.0) + e)
+    return s if x == x else x

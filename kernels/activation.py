@@ -1,4 +1,5 @@
-"""SiLU-gated product of a fused gate/up projection (SwiGLU, Shazeer 2020) and GELU, rows independent bit for bit."""
+"""SiLU-gated product of a fused gate/up projection (SwiGLU, Shazeer 2020), GELU and the sigmoid: the bits of a value do
+not depend on its place in the tensor."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from longtail.kernels._numba import exp_nonpositive, jit
+from longtail.kernels._numba import sigmoid as sigmoid_of
 from longtail.kernels._triton import jit as triton_jit
 from longtail.kernels._triton import num_warps_for, on_device_of, tl
 
@@ -79,6 +81,27 @@ def _gelu_tanh(x: Any, out: Any) -> None:
         u = slope * (v + cubic * (v * v * v))
         e = exp_nonpositive(-np.abs(u))  # (1 + tanh(u / 2)) / 2 is sigmoid(u); exp never overflows
         out[i] = v * ((one if u >= np.float32(0.0) else e) / (one + e))
+
+
+def sigmoid_reference(x: torch.Tensor) -> torch.Tensor:
+    """x: any shape -> 1 / (1 + exp(-x))."""
+    return torch.sigmoid(x)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """x: any shape -> the same shape. On the CPU float32 takes the invariant kernel; anything else, a GPU too (there is
+    no Triton kernel), takes the reference."""
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return sigmoid_reference(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _sigmoid(x.detach().contiguous().view(-1).numpy(), out.view(-1).numpy())
+    return out
+
+
+@jit()
+def _sigmoid(x: Any, out: Any) -> None:
+    for i in range(len(x)):
+        out[i] = sigmoid_of(x[i])
 
 
 def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:

@@ -121,8 +121,6 @@ def latent_attention(
     batch.check("latent_attention", tokens, heads, latent, layer, block_size)
     if batch.tree_masks is not None:
         raise ValueError("latent_attention: draft trees (tree_masks) are not supported: verify drafts as sequences")
-    if batch.tree_masks is not None:
-        raise ValueError("latent_attention: the batch has tree_masks, which latents do not support: verify one path")
     if latent.is_cuda:
         return latent_attention_triton(q_latent, q_rope, latent, layer, batch, block_size, scale)
     exact = latent.device.type == "cpu" and latent.dtype == q_latent.dtype == torch.float32

@@ -238,5 +238,3 @@ def _race(probs: Any, first: Any, seed: Any, position: Any, stream: Any) -> Any:
                             best = score
                             winner = t
     return winner
-
-

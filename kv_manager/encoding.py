@@ -28,7 +28,8 @@ CODES: dict[Encoding, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4
 
 
 def encoding_of(layout: Layout, wanted: Encoding) -> Encoding:
-    """Latents are compressed already, and a state is small and remembers every error: they are saved as they are."""
+    """Latents are compressed already, experts are numbers, and a state is small and remembers every error: they are
+    saved as they are."""
     return wanted if layout.kind == "kv" else "exact"
 
 

@@ -2,6 +2,7 @@
 
     kv      keys and values of every token, or of a window    paged: [blocks, layers, 2, heads, block_size * dim]
     latent  compressed keys and values, for all heads (MLA)   paged: [blocks, layers, block_size, dim]
+    routing the experts that computed a token (MoE)           paged: [blocks, layers, block_size, dim]
     state   what a recurrent or convolutional layer keeps     one slot, whatever the length: dim numbers
 
 Layers that keep the same form a *group*: one tensor, one pool of blocks, one block table per sequence. All groups have
@@ -15,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-Kind = Literal["kv", "latent", "state"]
+Kind = Literal["kv", "latent", "routing", "state"]
 
 
 class Layout(NamedTuple):
@@ -28,7 +29,8 @@ class Layout(NamedTuple):
     block_size: int
     """Tokens of a block; state: 0."""
     dim: int
-    """kv: channels of a head; latent: rank + rotated channels; state: numbers of a sequence, over all layers."""
+    """kv: channels of a head; latent: rank + rotated channels; routing: experts of a token;
+    state: numbers of a sequence, over all layers."""
     window: int = 0
     """Tokens that a row sees, itself included; 0: all."""
 
@@ -37,7 +39,7 @@ class Layout(NamedTuple):
         """Of a block (state: of a slot)."""
         if self.kind == "kv":
             return (self.layers, 2, self.heads, self.block_size * self.dim)
-        return (self.layers, self.block_size, self.dim) if self.kind == "latent" else (self.dim,)
+        return (self.dim,) if self.kind == "state" else (self.layers, self.block_size, self.dim)
 
     @property
     def block_bytes(self) -> int:

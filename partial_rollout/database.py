@@ -1,6 +1,7 @@
 """Samples on disk: the tables, written through by `SampleStore` and read when a store is opened again.
 
     groups --< samples --< chunks        a chunk: consecutive output tokens with their log-probabilities
+                    --< routing          consecutive positions with the experts that computed them (routing_rows.py)
     deliveries                           one row for each hand-over
     ledger                               running totals, kept beside the rows that they must equal
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longtail.errors import StoreCorrupt, StoreError
+from longtail.partial_rollout import routing_rows
 from longtail.partial_rollout.ledger import BESIDE, LINES, Ledger, Line
 from longtail.partial_rollout.records import (
     BLANK_STATE,
@@ -43,7 +45,7 @@ from longtail.partial_rollout.sqlite_file import Schema, SqliteFile
 from longtail.sample import Group, Sample
 from longtail.sampling_params import SamplingParams
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION = 0x6C746C73  # "ltls"
 PRUNABLE = "(delivery = 0 OR delivery IN (SELECT number FROM deliveries WHERE number <= ?))"
 CHECK_AT_ONCE = 1000
@@ -105,13 +107,14 @@ CREATE TABLE deliveries (
 CREATE TABLE ledger (name TEXT PRIMARY KEY, tokens INTEGER NOT NULL) WITHOUT ROWID;
 """
 
-MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {}
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: routing_rows.create}
 """What brings a store of schema version n to n + 1, inside a transaction."""
 
 
 def _create(connection: sqlite3.Connection) -> None:
     for statement in TABLES.split(";\n"):
         connection.execute(statement)
+    routing_rows.create(connection)
     connection.execute("INSERT INTO meta VALUES ('created', ?)", (str(time.time()),))
     names = ["generated", *LINES, *BESIDE]
     connection.executemany("INSERT INTO ledger VALUES (?, 0)", [(name,) for name in names])
@@ -165,7 +168,7 @@ class Database(SqliteFile):
         """What they have gained since they were saved last, on the ledger too. A sample that is done becomes one
         chunk."""
         find = "SELECT id, num_tokens FROM samples WHERE name = ?"
-        rows, chunks, whole, gained = [], [], [], 0
+        rows, chunks, whole, routed, gained = [], [], [], [], 0
         for sample in samples:
             row, saved = self.connection.execute(find, (sample.id,)).fetchone()
             length = len(sample.output_ids)
@@ -180,8 +183,10 @@ class Database(SqliteFile):
                 saved = 0
             tokens, logprobs = pack_ids(sample.output_ids[saved:]), pack_floats(sample.logprobs[saved:])
             chunks.append((row, saved, tokens, logprobs, checksum_of_bytes(tokens, logprobs)))
+            routed.append((row, sample, saved == 0))
         self.connection.executemany("DELETE FROM chunks WHERE sample_id = ?", whole)
         self.connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?)", chunks)
+        routing_rows.save(self.connection, routed)
         settings = ", ".join(f"{column} = ?" for column in (*STATE, "checksum"))
         self.connection.executemany(f"UPDATE samples SET {settings} WHERE id = ?", rows)
         self.count({"generated": gained})
@@ -237,6 +242,7 @@ class Database(SqliteFile):
         for damage in damages:
             sample, row = damage.sample, damage.row
             execute("DELETE FROM chunks WHERE sample_id = ?", (row,))
+            execute("DELETE FROM routing WHERE sample_id = ?", (row,))
             settings = "lost = lost + ?, num_tokens = 0, snapshot = NULL"
             execute(f"UPDATE samples SET {settings} WHERE id = ?", (damage.lost, row))
             self.count({"failed": damage.lost, "generated": -len(sample.output_ids)})  # `save` counts these again
@@ -265,7 +271,8 @@ class Database(SqliteFile):
         -> groups pruned."""
         gone = self.query(f"SELECT id FROM groups WHERE {PRUNABLE}", (last,))
         execute = self.connection.executemany
-        execute("DELETE FROM chunks WHERE sample_id IN (SELECT id FROM samples WHERE group_id = ?)", gone)
+        for table in ("chunks", "routing"):
+            execute(f"DELETE FROM {table} WHERE sample_id IN (SELECT id FROM samples WHERE group_id = ?)", gone)
         execute("UPDATE samples SET prompt = NULL, params = NULL, segments = '[]' WHERE group_id = ?", gone)
         execute(
             "UPDATE groups SET prompt = x'', params = '{}', task = 'null', delivery = iif(delivery = 0, -1, delivery)"
@@ -351,6 +358,7 @@ class Database(SqliteFile):
         damages = []
         with self.reading(), _quiet_collector():
             outputs = self._outputs(where, values)
+            routing = routing_rows.load(self.connection, where, values)
             query = f"SELECT id, checksum, name, prompt, params, task FROM groups g WHERE {where} ORDER BY id"
             for group, checksum, *record in self.connection.execute(query, values):
                 name, prompt, params, task = record
@@ -369,6 +377,9 @@ class Database(SqliteFile):
                 output = outputs.get(row) or (b"", b"")
                 sample, damage = restore(row, record, readable, groups[group].id, prompt, params, output)
                 groups[group].samples.append(sample)
+                unrouted = routing_rows.attach(sample, routing.get(row) if whole else None)
+                if damage is None and unrouted is not None:
+                    damage = Damage(sample, row, 0, *unrouted)
                 if damage is not None:
                     damages.append(damage)
         return list(groups.values()), damages

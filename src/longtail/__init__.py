@@ -20,6 +20,7 @@ from longtail.errors import (
     UnsupportedModel,
 )
 from longtail.events import Event
+from longtail.routing import RoutedExperts
 from longtail.sample import Group, Sample, Segment
 from longtail.sampling_params import SamplingParams
 from longtail.sequence import Sequence
@@ -42,6 +43,7 @@ __all__ = [
     "NativeEngine",
     "PolicyVersion",
     "Rollout",
+    "RoutedExperts",
     "Sample",
     "SampleStore",
     "SamplingParams",

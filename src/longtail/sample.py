@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from longtail.routing import RoutedExperts
 from longtail.sampling_params import SamplingParams
 from longtail.version import PolicyVersion
 
@@ -76,6 +77,10 @@ class Sample:
     """What went wrong, and at which boundary, when status is failed."""
     timings: Timings = dataclasses.field(default_factory=Timings)
     reward: float | None = None
+    routed_experts: RoutedExperts | None = None
+    """Of a mixture-of-experts model that records its routing: the experts that computed each position. Positions that
+    are computed again (a resume from tokens, other weights) keep what they have: a row belongs to the pass that made
+    the log-probability after it."""
     snapshot: Any = None
     """Saved KV of a paused sample (kv_manager.Snapshot), or None. An accelerator only."""
 
@@ -125,6 +130,8 @@ class Sample:
             assert all(v == segment.version for v in self.versions[segment.start : segment.end]), (self.id, segment)
             position = segment.end
         assert position == len(self.output_ids), (self.id, position)
+        if self.routed_experts is not None:
+            assert len(self.routed_experts) < self.num_tokens, (self.id, len(self.routed_experts))
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""silu_mul, gelu_tanh: against their references, and that a row's bits are its own."""
+"""silu_mul, gelu_tanh, sigmoid: against their references, and that a row's bits are its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from longtail.kernels.activation import gelu_tanh, gelu_tanh_reference, silu_mul, silu_mul_reference
+from longtail.kernels.activation import (
+    gelu_tanh,
+    gelu_tanh_reference,
+    sigmoid,
+    sigmoid_reference,
+    silu_mul,
+    silu_mul_reference,
+)
 
 SIZES = [1, 15, 16, 17, 40, 576]
 
@@ -107,3 +114,25 @@ def test_gelu_tanh_at_the_edges() -> None:
     assert gelu_tanh(torch.empty(0, 24)).shape == (0, 24)
     y = randn(3, 40).bfloat16()
     assert gelu_tanh(y).dtype == torch.bfloat16 and torch.equal(gelu_tanh(y), gelu_tanh_reference(y))
+
+
+def test_sigmoid_over_its_whole_range() -> None:
+    x = torch.cat([torch.linspace(-110, 110, 20_001), torch.tensor([0.0, -0.0, 3e38, -3e38, math.inf, -math.inf])])
+    torch.testing.assert_close(sigmoid(x), torch.sigmoid(x.double()).float(), rtol=5e-7, atol=1e-37)
+    assert sigmoid(torch.tensor([math.log(3), -math.log(3), 0.0])).tolist() == pytest.approx([0.75, 0.25, 0.5])
+
+
+def test_sigmoid_does_not_depend_on_the_place() -> None:
+    """torch's does: its last elements take another exponential."""
+    x = randn(1001, seed=5) * 4
+    whole = sigmoid(x)
+    for n in (1, 7, 16, 33):
+        assert torch.equal(sigmoid(x[:n]), whole[:n]) and torch.equal(sigmoid(x[-n:]), whole[-n:])
+    assert torch.equal(sigmoid(x.view(7, 143).T), whole.view(7, 143).T)  # and whatever the strides are
+
+
+def test_sigmoid_does_not_hide_a_nan() -> None:
+    assert sigmoid(torch.tensor([math.nan, 1.0])).isnan().tolist() == [True, False]
+    assert sigmoid(torch.empty(0, 3)).shape == (0, 3)
+    x = randn(5).bfloat16()
+    assert torch.equal(sigmoid(x), sigmoid_reference(x))

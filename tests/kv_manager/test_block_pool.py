@@ -220,7 +220,6 @@ def test_forget_all_keeps_what_is_held() -> None:
 # ---- check_integrity
 
 
-
 @pytest.mark.parametrize(
     "fault",
     [

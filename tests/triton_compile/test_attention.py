@@ -99,9 +99,7 @@ def attend_whole(case: str, dtype: str) -> None:
 @pytest.mark.parametrize("case", WHOLE)
 @on_every_target
 @pytest.mark.launches(of=attend_whole)
-def test_one_program_a_tile_is_fit_for_the_target(
-    launches: list[Compiled], target: str, case: str, dtype: str
-) -> None:
+def test_one_program_a_tile_is_fit_for_the_target(launches: list[Compiled], target: str, case: str, dtype: str) -> None:
     check_fit(launches, f"{case} {dtype}, whole")
     (launch,) = launches
     assert launch.tensor_core > 0

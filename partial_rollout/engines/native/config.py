@@ -43,6 +43,9 @@ class NativeConfig:
     softmax of the model's logits."""
     kv_on_update: KVOnUpdate = "recompute"
     """After a weight update: compute unfinished samples' KV again, or keep what older weights made."""
+    record_routing: bool = False
+    """Keep the experts that computed each token (mixture-of-experts models), as `Sample.routed_experts`, for a trainer
+    that replays them (trainer_adapter/routing.py). They lie in the cache beside the KV: 4 bytes for each."""
     fused: bool | None = None
     """None: the fused path where the architecture is known, else transformers' attention interface; False forces the
     latter."""

@@ -72,13 +72,14 @@ class FusedDecoder:
         self.head_dim, self.kv_heads, self.heads = first.dim, first.heads, first.heads * first.queries
         self.scale = self.head_dim**-0.5
         self.variants = [AttentionVariant(window=window) for window in spec.windows]
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied ones once
+        weights = weights_of(model)
+        self._shapes = {name: tuple(w.shape) for name, w in weights.items()}
         positions = torch.arange(spec.max_positions)[None]
         with torch.no_grad():
             cos, sin = model.model.rotary_emb(torch.zeros(1, 1), position_ids=positions)
         half = self.head_dim // 2
         self.cos, self.sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-        self.load_weights({name: p.detach() for name, p in model.named_parameters()})
+        self.load_weights(weights)
 
     @staticmethod
     def supports(model: PreTrainedModel) -> bool:
@@ -159,6 +160,17 @@ class FusedDecoder:
         h = rms_norm(x[batch.logits_rows], self.norm, self.eps)
         logits: torch.Tensor = self.lm_head(h)
         return logits
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a trainer changes: parameters (tied ones once), and the persistent buffers that are floating-point, such as
+    the bias by which DeepSeek-V3's router balances its experts."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, tensor in model.state_dict().items():
+        if name not in tied and isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            weights[name] = tensor
+    return weights
 
 
 def linear_shapes(model: torch.nn.Module) -> frozenset[tuple[int, int]]:

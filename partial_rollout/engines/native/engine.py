@@ -30,6 +30,7 @@ from longtail.partial_rollout.engines.native import loader
 from longtail.partial_rollout.engines.native.admission import Admission
 from longtail.partial_rollout.engines.native.cache import make_kv
 from longtail.partial_rollout.engines.native.config import NativeConfig
+from longtail.partial_rollout.engines.native.decoder import weights_of
 from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_sample
 from longtail.partial_rollout.engines.native.scheduler import Scheduled, Scheduler
 from longtail.partial_rollout.engines.native.stepper import Outcome, Stepper
@@ -85,9 +86,13 @@ class NativeEngine:
             numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
         loaded, self._source = loader.load_model(model)
         self._tokenizer = tokenizer
-        weights = {k: p.detach() for k, p in loaded.named_parameters()}
+        weights = weights_of(loaded)
         self.decoder, self.row_rule = loader.build_decoder(
-            loaded, config.numerics, fused=config.fused, block_size=config.block_size
+            loaded,
+            config.numerics,
+            fused=config.fused,
+            block_size=config.block_size,
+            record_routing=config.record_routing,
         )
         self._arithmetic = loader.arithmetic_of(loaded.config, self.decoder, self.row_rule, config.numerics)
         fingerprint = loader.fingerprint(weights, self._arithmetic)
@@ -159,6 +164,7 @@ class NativeEngine:
             raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
         decode = self._decode_or_none(sample)  # fails now, not in the middle of a run, if there is no tokenizer
         check_sample(sample, self.spec, self.max_model_len, self._version, decode)
+        self.stepper.routing.check(sample)
 
     def add(self, samples: Iterable[Sample]) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""
@@ -375,6 +381,7 @@ class NativeEngine:
             self._emit("restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
         self.admission.leave(seq)
+        self.stepper.routing.admit(sample)
         if sample.output_ids:
             self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
         self._counts["cached"] += seq.num_cached_tokens
@@ -420,6 +427,7 @@ class NativeEngine:
 
     def _leave_slot(self, seq: Sequence) -> None:
         assert seq.admitted_at is not None, seq.sample.id
+        self.stepper.routing.record(seq)
         seq.sample.timings.running += self.now() - seq.admitted_at
         seq.admitted_at = None
 

@@ -1,26 +1,33 @@
-"""Any `transformers` decoder with full or sliding-window attention, through the library's attention interface.
+"""Any `transformers` decoder with full, sliding-window or latent attention, through the library's attention interface.
 
 The model's own modules run; only its attention function is ours (it writes the paged cache and reads it), and its
-linear layers, RMSNorms, SiLU and GELU (tanh) activations are replaced by row-invariant ones. Slower than
-`FusedDecoder`, and as general as the attention interface is.
+linear layers, RMSNorms, SiLU and GELU (tanh) activations and experts (`moe.py`) are replaced by row-invariant ones; in
+exact numerics functions of torch that it calls are too (`row_invariant.py`). Slower than `FusedDecoder`, and as general
+as the attention interface is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from longtail.errors import UnsupportedModel
+from longtail.errors import ExactNumericsUnavailable, UnsupportedModel
 from longtail.kernels.activation import gelu_tanh, silu_mul
 from longtail.kernels.attention import AttentionVariant, paged_attention
 from longtail.kernels.kv import store_kv
-from longtail.kernels.linear import Backend, PackedLinear
+from longtail.kernels.linear import Backend, PackedLinear, RowRule
 from longtail.kernels.norm import rms_norm, rms_norm_reference
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
+from longtail.partial_rollout.engines.native.decoder import weights_of
 from longtail.partial_rollout.engines.native.forward import Forward, current, running
+from longtail.partial_rollout.engines.native.latent import AbsorbedProjection, attend, has_latents, keep_latents
+from longtail.partial_rollout.engines.native.moe import PackedExperts, form_of, routed, unknown_experts
+from longtail.partial_rollout.engines.native.routing import store_routing
+from longtail.partial_rollout.engines.native.row_invariant import RowInvariantFunctions
+from longtail.partial_rollout.engines.native.state_layers import run_packed, state_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,10 +119,14 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim] -> [1, T, heads, dim]."""
+    """query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim], or as `attend` takes them -> [1, T, heads, dim]."""
     run = current()
     layer: int = module.layer_idx  # type: ignore[assignment]
     own, block_size = run.paged(layer), run.batch.block_size
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if run.spec.layers[layer].kind == "latent":
+        projection: AbsorbedProjection = module.kv_b_proj  # type: ignore[assignment]
+        return attend(projection, query, key, value, own, block_size, scale), None
     window = kwargs.get("sliding_window") or 0
     if window != run.spec.layers[layer].window:
         # A window that is longer than the check at load would otherwise pass it unseen.
@@ -131,58 +142,103 @@ def _attention(
     )
     k, v, q = (x[0].transpose(0, 1) for x in (key, value, query))
     store_kv(k, v, own.cache, own.index, own.slots, block_size)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = paged_attention(q.contiguous(), own.cache, own.index, own.attention, block_size, scale, variant)
     return out[None], None
 
 
-class InterfaceDecoder:
-    """Takes the model over: its linear layers, norms and activations are replaced in place."""
+class Replaced(NamedTuple):
+    """Modules that hold packed copies of weights, by name."""
 
-    def __init__(self, model: PreTrainedModel, spec: DecoderSpec, backend: Backend) -> None:
+    linears: dict[str, _RowInvariantLinear]
+    experts: dict[str, PackedExperts]
+    projections: dict[str, AbsorbedProjection]
+
+
+def replace_modules(model: nn.Module, rule: RowRule) -> Replaced:
+    """Puts row-invariant modules in the place of those that have one."""
+    replaced = Replaced({}, {}, {})
+    for name, module in list(model.named_modules()):
+        parent, _, leaf = name.rpartition(".")
+        other: nn.Module | None
+        if parent in replaced.experts or name in replaced.projections:  # gone with what it was part of
+            continue
+        if has_latents(module):
+            replaced.projections[f"{name}.kv_b_proj"] = keep_latents(module, rule)
+            continue
+        if type(module) is nn.Linear:
+            other = replaced.linears[name] = _RowInvariantLinear(module, rule.backend)
+        elif (form := form_of(module)) is not None:
+            other = replaced.experts[name] = PackedExperts(form, dict(module.named_parameters(recurse=False)), rule)
+        elif isinstance(module, nn.SiLU) or type(module).__name__ == "SiLUActivation":
+            other = _RowInvariantSiLU()
+        elif type(module).__name__ in GELU_TANH or getattr(module, "approximate", None) == "tanh":
+            other = _RowInvariantGELU()
+        else:
+            other = _row_invariant_norm(module)
+        if other is not None:
+            setattr(model.get_submodule(parent), leaf, other)
+    return replaced
+
+
+class InterfaceDecoder:
+    """Takes the model over: its linear layers, norms, activations and experts are replaced in place.
+
+    exact: rows must be independent of the batch; ExactNumericsUnavailable where that is known not to be so."""
+
+    def __init__(self, model: PreTrainedModel, spec: DecoderSpec, rule: RowRule, exact: bool) -> None:
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, _attention)
         self.spec = spec
         self.model = model
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self._linears: dict[str, _RowInvariantLinear] = {}
+        self._shapes = {name: tuple(w.shape) for name, w in weights_of(model).items()}
         self._tied_head = "lm_head.weight" not in self._shapes
-        for name, module in list(model.named_modules()):
-            parent, _, leaf = name.rpartition(".")
-            if type(module) is nn.Linear:
-                self._linears[name] = _RowInvariantLinear(module, backend)
-                setattr(model.get_submodule(parent), leaf, self._linears[name])
-            elif isinstance(module, nn.SiLU) or type(module).__name__ == "SiLUActivation":
-                setattr(model.get_submodule(parent), leaf, _RowInvariantSiLU())
-            elif type(module).__name__ in GELU_TANH or getattr(module, "approximate", None) == "tanh":
-                setattr(model.get_submodule(parent), leaf, _RowInvariantGELU())
-            elif (norm := _row_invariant_norm(module)) is not None:
-                setattr(model.get_submodule(parent), leaf, norm)
+        self._functions = RowInvariantFunctions(model, rule) if exact else None
+        calling = set() if self._functions is None else self._functions.callers(model)
+        self._replaced = replace_modules(model, rule)
+        for module in model.modules():
+            if state_shapes(module) is not None:
+                run_packed(module)
+            elif self._functions is not None and type(module) in calling:
+                self._functions.attach(module)
         model.config._attn_implementation = ATTENTION
+        if exact and (unknown := unknown_experts(model)):
+            raise ExactNumericsUnavailable(
+                f"model: the experts of {type(model).__name__} ({', '.join(unknown)}) compute in a way that the engine "
+                'does not know, and their bits depend on the batch; use numerics="fast"'
+            )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self._shapes)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        own = dict(self.model.named_parameters())
+        own = weights_of(self.model)
         weights = {name: weights[name].detach().float() for name in self._shapes}  # an error here changes nothing
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])
             embedding = self.model.get_input_embeddings().weight
-            for name, module in self._linears.items():
+            for name, module in self._replaced.linears.items():
                 tied = name == "lm_head" and self._tied_head
                 module.load(embedding if tied else weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+            for name, experts in self._replaced.experts.items():
+                experts.load({leaf: weights[f"{name}.{leaf}"] for leaf in experts.names})
+            for name, projection in self._replaced.projections.items():
+                projection.load(weights[f"{name}.weight"])
+            if self._functions is not None:
+                self._functions.load()
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
-        with running(Forward(batch, cache, self.spec)):
+        rows = int(batch.cu_seqlens[-1])
+        with running(Forward(batch, cache, self.spec)), routed(rows) as routing:
             out = self.model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=batch.logits_rows,
             )
+        if (group := self.spec.routing_group) is not None:
+            store_routing(routing.experts, cache.paged[group], batch.paged[group].slots, batch.block_size)
         logits: torch.Tensor = out.logits[0].float()
         return logits.contiguous()

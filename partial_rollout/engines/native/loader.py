@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import zlib
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import torch
 
 from longtail.errors import ExactNumericsUnavailable, UnsupportedModel
 from longtail.kernels.linear import RowRule
+from longtail.partial_rollout.engines.native import latent, moe
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 from longtail.partial_rollout.engines.native.cache import Cache, make_kv
 from longtail.partial_rollout.engines.native.decoder import Decoder, FusedDecoder, linear_shapes
@@ -20,6 +22,7 @@ from longtail.partial_rollout.engines.native.interface import InterfaceDecoder
 from longtail.partial_rollout.engines.native.numerics import Numerics, row_rule
 from longtail.partial_rollout.engines.native.scheduler import Scheduled
 from longtail.partial_rollout.engines.native.spec import DecoderSpec, LayerSpec
+from longtail.partial_rollout.engines.native.state_layers import state_shapes
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
 from longtail.sequence import Sequence
@@ -31,6 +34,12 @@ if TYPE_CHECKING:
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary variants whose angles depend on the position alone."""
+
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
+STATE_TYPES = frozenset({"linear_attention", "conv"})
+"""Layers that keep a state; whose modules run here stands in state_layers.py."""
+STATELESS_TYPES = frozenset({"mlp", "moe"})
+"""Layers that keep nothing (Nemotron-H)."""
 
 PROBED_WINDOW = 256
 """Longest sliding window that the check at load goes beyond. Of a longer one only the length is compared, with the
@@ -78,10 +87,8 @@ def check_supported(config: Any) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ())
     if "sliding_attention" in layer_types and not getattr(config, "sliding_window", None):
         raise UnsupportedModel(f"model: {kind} has sliding-window layers, and its config states no sliding_window")
-    layer_types -= {"full_attention", "sliding_attention"}
-    if layer_types or getattr(config, "layers_block_type", None):
-        found = sorted(layer_types) or ["layers_block_type"]
-        raise UnsupportedModel(f"model: {kind} has hybrid layers ({', '.join(found)}); not supported yet")
+    if unknown := layer_types - ATTENTION_TYPES - STATE_TYPES - STATELESS_TYPES:
+        raise UnsupportedModel(f"model: {kind} has layers of type {', '.join(sorted(unknown))}; not supported yet")
     rope = getattr(config, "rope_parameters", None) or {}
     variants = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     moving = {str(v["rope_type"]) for v in variants if "rope_type" in v} - STATIC_ROPE
@@ -90,29 +97,39 @@ def check_supported(config: Any) -> None:
         raise UnsupportedModel(
             f"model: {kind} has rotary embeddings of type {', '.join(sorted(moving))}; not supported"
         )
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModel(f"model: {kind} uses latent attention (MLA), which the native engine does not run yet")
+    if getattr(config, "index_topk", None):  # a context as short as that of the check at load would not show it
+        raise UnsupportedModel(f"model: {kind} attends to index_topk chosen tokens (sparse attention); not supported")
 
 
 def build_decoder(
-    model: PreTrainedModel, numerics: Numerics, *, fused: bool | None = None, block_size: int = 32
+    model: PreTrainedModel,
+    numerics: Numerics,
+    *,
+    fused: bool | None = None,
+    block_size: int = 32,
+    record_routing: bool = False,
 ) -> tuple[Decoder, RowRule]:
-    """Takes `model` over. fused: None chooses; False forces the attention interface.
+    """Takes `model` over. fused: None chooses; False forces the attention interface. record_routing: keep the experts
+    of each token in the cache; ValueError for a model without experts.
 
     UnsupportedModel if the result differs from the model's own forward pass; ExactNumericsUnavailable if exact was
     asked for and this machine's arithmetic is not independent of the batch.
     """
     spec = _spec(model)
+    model.set_experts_implementation("eager")  # the library's others take some sizes only
     # Beyond the smallest window, or a wrong one would not be seen.
     smallest = min((window for window in spec.windows if 0 < window <= PROBED_WINDOW), default=0)
     n = max(11, min(11 + smallest, spec.max_positions))
     ids = torch.randint(0, spec.vocab_size, (n,), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
+    with torch.no_grad(), moe.watched(model) as top_k:
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
-    rule = row_rule(numerics, linear_shapes(model))
+    if record_routing:
+        spec = dataclasses.replace(spec, routing=_routing(model, top_k))
+    exact = numerics == "exact"
+    rule = row_rule(numerics, linear_shapes(model) | moe.matmul_shapes(model) | latent.matmul_shapes(model))
     use_fused = FusedDecoder.supports(model) if fused is None else fused
     decoder: Decoder
-    decoder = FusedDecoder(model, spec, rule.backend) if use_fused else InterfaceDecoder(model, spec, rule.backend)
+    decoder = FusedDecoder(model, spec, rule.backend) if use_fused else InterfaceDecoder(model, spec, rule, exact)
     probe = _Probe(decoder, rule, block_size)
     try:
         got = probe.run([(ids.tolist(), [n - 4, 1, 3])])[0]
@@ -126,7 +143,7 @@ def build_decoder(
             f"model: the native engine computes other logits than {type(model).__name__} itself "
             f"(difference {error:.3g}); this architecture is not supported"
         )
-    if numerics == "exact":
+    if exact:
         whole = probe.run([(ids.tolist(), [n])])[0]
         mixed = probe.run([(ids.flip(0).tolist(), [4, n - 4]), (ids.tolist(), [n - 1, 1]), (ids[:5].tolist(), [5])])[1]
         if not (torch.equal(whole, got) and torch.equal(whole, mixed)):
@@ -187,7 +204,7 @@ def _spec(model: PreTrainedModel) -> DecoderSpec:
     if not getattr(config, "max_position_embeddings", None):
         raise UnsupportedModel(f"model: {config.model_type} states no max_position_embeddings; not supported")
     return DecoderSpec(
-        layers=_layers(config),
+        layers=_layers(model, config),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         # Some configs name an EOS that their vocabulary does not have; it can never come.
@@ -195,11 +212,43 @@ def _spec(model: PreTrainedModel) -> DecoderSpec:
     )
 
 
-def _layers(config: Any) -> tuple[LayerSpec, ...]:
+def _routing(model: PreTrainedModel, top_k: list[int]) -> tuple[int, int]:
+    """top_k: of each layer of experts that was run."""
+    kind = type(model).__name__
+    if unknown := moe.unknown_experts(model):
+        raise UnsupportedModel(f"record_routing: the experts of {kind} ({', '.join(unknown)}) are not understood")
+    if not top_k:
+        raise ValueError(f"record_routing: {kind} has no experts; leave it False")
+    if len(set(top_k)) > 1:
+        raise UnsupportedModel(f"record_routing: the layers of {kind} give a token {sorted(set(top_k))} experts")
+    return len(top_k), top_k[0]
+
+
+def _layers(model: PreTrainedModel, config: Any) -> tuple[LayerSpec, ...]:
+    types = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
+    found = {module.layer_idx: shapes for module in model.modules() if (shapes := state_shapes(module)) is not None}
+    declared = {i for i, kind in enumerate(types) if kind in STATE_TYPES}
+    if found.keys() != declared:
+        wrong = min(found.keys() ^ declared)
+        raise UnsupportedModel(
+            f"model: {config.model_type}: layer {wrong} is of type {types[wrong]}, of which the native engine knows "
+            "other modules; not supported yet"
+        )
+    if not ATTENTION_TYPES.intersection(types):
+        raise UnsupportedModel(f"model: {config.model_type} has no attention layer; not supported")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return tuple(LayerSpec("kv", kv_heads, dim, heads // kv_heads, window) for window in _windows(config))
+    rank = getattr(config, "kv_lora_rank", None)
+    layers = []
+    for i, (kind, window) in enumerate(zip(types, _windows(config), strict=True)):
+        if kind in ATTENTION_TYPES and rank:
+            layers.append(LayerSpec("latent", 1, rank + config.qk_rope_head_dim, heads))
+        elif kind in ATTENTION_TYPES:
+            layers.append(LayerSpec("kv", kv_heads, dim, heads // kv_heads, window))
+        else:
+            layers.append(LayerSpec("state", shapes=found.get(i, ())))
+    return tuple(layers)
 
 
 def _windows(config: Any) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ class LayerSpec:
     heads: int = 1
     """KV heads; latent: 1."""
     dim: int = 0
-    """Channels of a KV head; latent: rank + rotated channels."""
+    """Channels of a KV head; latent: rank + rotated channels; routing: experts of a token."""
     queries: int = 1
     """Query heads that share a KV head (latent: that share the latent, all)."""
     window: int = 0
@@ -43,8 +43,10 @@ class DecoderSpec:
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    routing: tuple[int, int] | None = None
+    """(mixture layers, experts of a token) if these experts are kept too."""
     groups: tuple[PagedSpec, ...] = dataclasses.field(init=False)
-    """Of the layers that keep KV or latents."""
+    """Of the layers that keep KV or latents; the last one of the mixture layers, if their routing is kept."""
     states: tuple[int, ...] = dataclasses.field(init=False)
     """Layers that keep a state."""
     places: dict[int, tuple[int, int]] = dataclasses.field(init=False)
@@ -60,9 +62,16 @@ class DecoderSpec:
                 members.setdefault(layer, []).append(i)
         groups = tuple(PagedSpec(layer, tuple(layers)) for layer, layers in members.items())
         places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+        if self.routing is not None:
+            layers, top_k = self.routing
+            groups = (*groups, PagedSpec(LayerSpec("routing", dim=top_k), tuple(range(layers))))
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "states", tuple(states))
         object.__setattr__(self, "places", places | {layer: (-1, i) for i, layer in enumerate(states)})
+
+    @property
+    def routing_group(self) -> int | None:
+        return None if self.routing is None else len(self.groups) - 1
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """One forward pass: from what the scheduler chose to tokens in the samples.
 
     draft -> reserve -> forward -> sample every row -> verify -> commit up to the first event -> advance the KV
+          -> record the routing
 
 A row that verifies drafts is sampled as if they were committed: its noise, penalties and bans are those of its output
 position. So the tokens that come out are the same with any drafter or none (kernels/verify.py), and what a rejected
@@ -22,6 +23,7 @@ from longtail.kv_manager.manager import KVManager
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 from longtail.partial_rollout.engines.native.cache import Cache
 from longtail.partial_rollout.engines.native.decoder import Decoder
+from longtail.partial_rollout.engines.native.routing import RoutingRecorder
 from longtail.partial_rollout.engines.native.sampler import Decode, End, Position, Sampler, check_end
 from longtail.partial_rollout.engines.native.scheduler import Scheduled
 from longtail.sample import Sample
@@ -84,13 +86,12 @@ class Stepper:
         self.decoder, self.kv, self.rule, self.sampler = decoder, kv, rule, sampler
         self.engine, self.max_model_len, self.max_rows = engine, max_model_len, max_rows
         self.decode_of, self.now = decode_of, clock
+        self.routing = RoutingRecorder(kv, decoder.spec.routing_group)
         self.speculation: Speculation | None = None
         self._cache = Cache.of(kv)
         self._draft_seconds = 0.0
 
-    def run(
-        self, scheduled: list[Scheduled], version: PolicyVersion, settle: Callable[[Outcome], None]
-    ) -> PassResult:
+    def run(self, scheduled: list[Scheduled], version: PolicyVersion, settle: Callable[[Outcome], None]) -> PassResult:
         """settle: told of each outcome when its tokens are in the sample and their KV counts."""
         start = self.now()
         sampled = [item for item in scheduled if item.num_tokens == item.seq.num_uncomputed_tokens]
@@ -119,6 +120,7 @@ class Stepper:
         for item in scheduled:
             if item.num_tokens < item.seq.num_uncomputed_tokens:
                 self.kv.advance(item.seq, item.num_tokens)
+                self.routing.record(item.seq)
         row = 0
         for i, (item, outcome) in enumerate(zip(sampled, outcomes, strict=True)):
             # One sequence after the other, so that an interrupt leaves each as it was or done with.
@@ -127,6 +129,7 @@ class Stepper:
             outcome.accepted = min(accepted[i], outcome.emitted)
             if self.kv.states is None or outcome.accepted == len(item.drafts):
                 self.kv.advance(item.seq, item.num_tokens + max(outcome.emitted - 1, 0))
+            self.routing.record(item.seq)
             settle(outcome)
             row += len(item.drafts) + 1
         self._judge(decoding, drafts, outcomes, self.now() - start, prefill)
