@@ -26,9 +26,9 @@ import pandas as pd
 
 from longtail.errors import TraceError
 
-PARTS = ("prefill", "decode", "sampling", "scheduling", "switch", "grade", "train", "idle")
-"""Columns of `breakdown`, which add up to `wall`; the first four are *generate*."""
-GENERATE = PARTS[:4]
+PARTS = ("prefill", "decode", "sampling", "drafting", "scheduling", "switch", "grade", "train", "idle")
+"""Columns of `breakdown`, which add up to `wall`; the first five are *generate*."""
+GENERATE = PARTS[:5]
 _PART_OF_KIND = {"save": "switch", "restore": "switch", "update": "switch", "grade": "grade", "train": "train"}
 _RELEASES = ("pause", "preempt", "finish")
 _COMPARED = (
@@ -120,7 +120,8 @@ def breakdown(df: pd.DataFrame) -> pd.DataFrame:
 
     - prefill, decode: forward passes. A mixed step's model time is split by the share of its query tokens, which
       overstates the prefill part where decode is bound by reading KV and weights.
-    - sampling: processing logits and drawing. scheduling: the rest of the steps.
+    - sampling: processing logits and drawing. drafting: making drafts (their rows are in decode). scheduling: the rest
+      of the steps.
     - switch: saving and restoring KV, updating weights. grade, train: as emitted.
     - idle: the run's wall time in none of these.
 
@@ -301,8 +302,8 @@ def _own_seconds(events: list[Any], start: float, end: float) -> list[float]:
 
 
 def _split_step(event: Any, seconds: float) -> dict[str, float]:
-    """A step's own seconds; model and sampling time shrink in proportion if other events took part of the step."""
-    measured = event.model_seconds + event.sample_seconds
+    """A step's own seconds; what was measured in it shrinks in proportion if other events took part of the step."""
+    measured = event.model_seconds + event.sample_seconds + event.draft_seconds
     scale = min(1.0, seconds / measured) if measured > 0 else 0.0
     prefill = event.num_prefill_tokens / event.num_tokens if event.num_tokens else 0.0
     model = event.model_seconds * scale
@@ -310,6 +311,7 @@ def _split_step(event: Any, seconds: float) -> dict[str, float]:
         "prefill": model * prefill,
         "decode": model * (1 - prefill),
         "sampling": event.sample_seconds * scale,
+        "drafting": event.draft_seconds * scale,
         "scheduling": max(0.0, seconds - measured * scale),
     }
 
@@ -410,6 +412,8 @@ def _tokens(run: _Run, trained: int) -> dict[str, int]:
         "tokens_unaccounted": generated - trained - pending - aborted,
         "tokens_reprefilled": _reprefilled(run),
         "tokens_restored": int(run.total("restore", "num_tokens")),
+        "tokens_drafted": int(run.total("step", "num_draft_tokens")),
+        "tokens_accepted": int(run.total("step", "num_accepted_tokens")),
         "pauses": sum(1 for _ in run.of("pause")),
         "preemptions": sum(1 for _ in run.of("preempt")),
     }

@@ -77,6 +77,9 @@ def bench_command(
     seed: Annotated[int, typer.Option(help="Seed of tasks and samples")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all")] = None,
     numerics: Annotated[str, typer.Option(help="exact: same bits in every batch; fast: up to rounding")] = "exact",
+    drafter: Annotated[
+        str | None, typer.Option(help="Speculative decoding: ngram, group, group>ngram", show_default="off")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as the last line of stdout")] = False,
 ) -> None:
     """Run the same prompts and seeds under several strategies and show where the time goes."""
@@ -98,6 +101,7 @@ def bench_command(
         seed=seed,
         threads=threads,
         numerics=numerics,
+        drafter=drafter,
     )
     source = _resolve(model)
     from longtail.bench.display import BenchProgress, summary_table

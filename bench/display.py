@@ -65,10 +65,13 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("time in the tail", "tail_seconds", "{:.1f} s"),
     ("bubbles (slot-time idle)", "bubble_share", "{:.0%}"),
 )
+_DRAFTING: tuple[tuple[str, str], ...] = (("drafts verified", "tokens_drafted"), ("drafts accepted", "tokens_accepted"))
+"""Where there are any."""
 _PARTS: tuple[tuple[str, str], ...] = (
     ("prefill", "prefill"),
     ("decode", "decode"),
     ("sampling", "sampling"),
+    ("drafting", "drafting"),
     ("scheduling, bookkeeping", "scheduling"),
     ("switch (save, restore)", "switch"),
     ("grade", "grade"),
@@ -93,8 +96,13 @@ def summary_table(summary: dict[str, Any]) -> Table:
             ratio = summary["compare"][names[-1]].get(key)
             cells.append("" if ratio is None else f"{ratio:.2f}")
         table.add_row(label, *cells)
+    for label, key in _DRAFTING:
+        if any(runs[name][key] for name in names):
+            table.add_row(label, *(f"{runs[name][key]:d}" for name in names), *([""] if compared else []))
     table.add_section()
     for label, key in _PARTS:
         values = [runs[name]["breakdown"][key] for name in names]
+        if key == "drafting" and not any(values):
+            continue
         table.add_row(f"  {label}", *(f"{v:.1f} s" for v in values), *([""] if compared else []))
     return table

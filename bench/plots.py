@@ -39,13 +39,14 @@ PART_COLOURS = {
     "prefill": "#56B4E9",
     "decode": "#0072B2",
     "sampling": "#009E73",
+    "drafting": "#8C564B",
     "scheduling": "#F0E442",
     "switch": "#D55E00",
     "grade": "#CC79A7",
     "train": "#E69F00",
     "idle": "#BBBBBB",
 }
-_DARK_PARTS = ("decode", "sampling", "switch")
+_DARK_PARTS = ("decode", "sampling", "drafting", "switch")
 _WIDTH = 7.6  # inches; text is sized for a picture shown at about this width
 _STYLE: Any = {
     "font.size": 9,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ _DEFINITIONS = {
     "pending": "generated and kept, not handed over when the run ends",
     "re-prefilled": "tokens computed again after a pause or a preemption; restored tokens came from a snapshot instead",
     "prefill and decode": "a mixed step's model time, split by the share of its query tokens",
-    "scheduling": "step time outside the model and sampling",
+    "drafting": "making drafts; the passes that verify them are in decode",
+    "acceptance length": "tokens that a verified draft brings, the target's own one included",
+    "scheduling": "step time outside the model, sampling and drafting",
     "switch": "saving and restoring KV, and updating weights",
     "idle": "wall time in no other part",
 }
@@ -104,6 +106,9 @@ def render(df: pd.DataFrame, summary: Mapping[str, Mapping[str, Any]], meta: Map
         runs=list(summary),
         table=_table(summary),
         ledger=_ledger_rows(summary),
+        drafters=_drafter_rows(summary),
+        drafter_columns=[label for label, _ in _DRAFTER_COLUMNS],
+        batches=_batch_rows(summary),
         figures=_figures(df),
         iterations=_iteration_rows(summary),
         iteration_columns=[label for label, _, _ in _ITERATION_TABLE],
@@ -229,6 +234,44 @@ def _ledger_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, li
     ledgers = [numbers.get("ledger", {}) for numbers in summary.values()]
     lines = dict.fromkeys(line for ledger in ledgers for line in ledger)
     return [(line, [_format("{:,d}", ledger.get(line)) for ledger in ledgers]) for line in lines]
+
+
+def _by_position(drafter: Mapping[str, Any]) -> str:
+    pairs = zip(drafter["accepted_by_position"], drafter["judged_by_position"], strict=True)
+    return " ".join(f"{accepted / judged:.0%}" for accepted, judged in pairs if judged)
+
+
+_DRAFTER_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("drafts verified", lambda d: _format("{:,d}", d["drafted"])),
+    ("accepted", lambda d: _format("{:.0%}", d["accepted"] / d["drafted"] if d["drafted"] else None)),
+    ("acceptance length", lambda d: _format("{:.2f}", d["acceptance_length"])),
+    ("drafting (s)", lambda d: _format("{:.2f}", d["draft_seconds"])),
+    ("verifying (s)", lambda d: _format("{:.2f}", d["verify_seconds"])),
+    ("accepted of those judged, by position", _by_position),
+)
+
+
+def _drafter_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, list[str]]]:
+    """(run, drafter, cells); nothing where no run drafted."""
+    return [
+        (run, name, [cell(drafter) for _, cell in _DRAFTER_COLUMNS])
+        for run, numbers in summary.items()
+        for name, drafter in ((numbers.get("speculation") or {}).get("drafters") or {}).items()
+    ]
+
+
+def _batch_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int, str, str]]:
+    """(run, sequences that decode, what was done in how many steps, break-even acceptance)."""
+    return [
+        (
+            run,
+            row["batch"],
+            ", ".join(f"{reason} {steps:,d}" for reason, steps in row["steps"].items()),
+            _format("{:.0%}", row["break_even_acceptance"]),
+        )
+        for run, numbers in summary.items()
+        for row in (numbers.get("speculation") or {}).get("batches") or ()
+    ]
 
 
 def _iteration_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int, list[str]]]:

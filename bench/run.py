@@ -51,6 +51,8 @@ class BenchConfig:
     seed: int = 0
     threads: int | None = None
     numerics: str = "exact"
+    drafter: str | None = None
+    """For speculative decoding, as `NativeEngine.use_drafter` takes it; None: no drafts."""
 
     def __post_init__(self) -> None:
         for name in ("iterations", "prompts", "group_size", "slots"):
@@ -110,6 +112,7 @@ def run(
     trace = TraceWriter()
     samples: dict[str, dict[str, Sample]] = {}
     ledgers: dict[str, dict[str, int]] = {}
+    drafting: dict[str, dict[str, Any] | None] = {}
     measured: float | None = None
     for name in config.strategies:
         strategy = _strategy(name, config, measured)
@@ -120,7 +123,9 @@ def run(
             record(event)
             progress(name, event)
 
+        engine.use_drafter(config.drafter)  # anew: no run may learn from the one before
         groups, ledgers[name] = _run_strategy(engine, strategy, config, tasks, prompts, tokenizer, listen)
+        drafting[name] = None if engine.speculation is None else engine.speculation.report()
         samples[name] = {s.id: s for g in groups for s in g.samples}
         if name == "sync":
             measured = sum(len(s.output_ids) for s in samples[name].values()) / config.iterations
@@ -128,6 +133,7 @@ def run(
     runs = analysis.summary(frame)
     for name, ledger in ledgers.items():
         runs[name]["ledger"] = ledger
+        runs[name]["speculation"] = drafting[name]
     summary = {
         "config": dataclasses.asdict(config),
         "machine": machine.describe(),

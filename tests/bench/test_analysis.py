@@ -101,6 +101,7 @@ def test_breakdown_of_the_sync_schedule() -> None:
         "prefill": 2.25,  # 9 of the first step's 12 tokens: 3/4 of 3 s
         "decode": 4.75,  # 0.75 s and the second step's 4 s
         "sampling": 1.0,
+        "drafting": 0.0,
         "scheduling": 1.0,  # 4 - 3 - 0.5 and (6 - 1 of the restore) - 4 - 0.5
         "switch": 1.25,  # the restore inside the second step, and the update
         "grade": 0.5,
@@ -114,6 +115,27 @@ def test_a_step_eaten_by_others_shrinks_in_proportion() -> None:
     step = Event("step", 0.0, 4.0, num_tokens=1, model_seconds=3.0, sample_seconds=1.0)
     (row,) = analysis.breakdown(frame(r=[step, Event("save", 1.0, 2.0), Event("run_end", 4.0)])).to_dict("records")
     assert (row["decode"], row["sampling"], row["scheduling"], row["switch"], row["idle"]) == (1.5, 0.5, 0, 2, 0)
+
+
+def test_drafting_is_a_part_of_its_own() -> None:
+    """Its rows are decode rows: 2 known tokens and 3 drafts, in 3 of the step's 5 seconds."""
+    step = Event(
+        "step",
+        0.0,
+        5.0,
+        num_tokens=5,
+        num_output_tokens=4,
+        model_seconds=3.0,
+        sample_seconds=0.5,
+        num_draft_tokens=3,
+        num_accepted_tokens=2,
+        draft_seconds=1.0,
+    )
+    events = frame(r=[step, Event("run_end", 5.0)])
+    (row,) = analysis.breakdown(events).to_dict("records")
+    assert (row["decode"], row["sampling"], row["drafting"], row["scheduling"]) == (3.0, 0.5, 1.0, 0.5)
+    numbers = analysis.summary(events)["r"]
+    assert (numbers["tokens_drafted"], numbers["tokens_accepted"]) == (3, 2)
 
 
 def test_iteration_of_the_sync_schedule() -> None:

@@ -76,6 +76,32 @@ def test_bench_command(tmp_path: Path) -> None:
     assert "<h2>Ledger</h2>" in page and "token-budget" in page and "src=http" not in page and "href=http" not in page
 
 
+def test_bench_with_a_drafter(tmp_path: Path) -> None:
+    """The same samples as without; what drafting did stands in the summary, the trace and the report."""
+    out = tmp_path / "run"
+    settings = {"iterations": 1, "prompts": 2, "group-size": 2, "slots": 4, "max-tokens": 60, "temperature": 0}
+    arguments = ["bench", "--json", *(f"--{name}={value}" for name, value in settings.items()), "--out"]
+    plain = CliRunner().invoke(app, [*arguments, str(tmp_path / "plain")])
+    result = CliRunner().invoke(app, [*arguments, str(out), "--drafter", "group>ngram"])
+    assert result.exit_code == 0, result.output
+    before, runs = (json.loads(r.stdout.splitlines()[-1])["runs"] for r in (plain, result))
+    for name, run in runs.items():
+        assert run["tokens_trained"] == before[name]["tokens_trained"]
+        assert run["tokens_drafted"] >= run["tokens_accepted"]
+        assert run["tokens_drafted"] - run["tokens_accepted"] == run["ledger"]["rejected-drafts"]
+        drafted = sum(d["drafted"] for d in run["speculation"]["drafters"].values())
+        assert drafted == run["tokens_drafted"]
+    assert sum(run["tokens_drafted"] for run in runs.values()) > 0
+    assert before["sync"]["speculation"] is None
+    trace = read_trace(out / "trace.parquet")
+    steps = trace[trace["kind"] == "step"]
+    assert steps["num_draft_tokens"].sum() == sum(run["tokens_drafted"] for run in runs.values())
+    assert "<h2>Drafting</h2>" in (out / "report.html").read_text()
+    assert "<h2>Drafting</h2>" not in (tmp_path / "plain" / "report.html").read_text()
+    failed = CliRunner().invoke(app, ["bench", "--drafter", "nonsense", "--out", str(out)])
+    assert "no drafter 'nonsense'" in str(failed.exception)
+
+
 def test_errors_are_one_line(tmp_path: Path) -> None:
     import os
     import subprocess
