@@ -10,6 +10,9 @@ What being wrong may cost. `balance` is the time won against drafting off, by th
 at drafting-off's seconds a token, less the seconds that the step and the drafting took. It may fall to -max_loss of the
 time that has passed; then drafting is off until time has passed. Everything that is tried for information (drafts that
 are made to be judged, row counts whose cost is not known) is paid from the same account.
+
+The account is as good as the measured costs. With steps that vary by 10 %, and spikes, simulated runs of a few hundred
+steps stay within 3 % of drafting off; on a machine whose speed jumps by 2.5 every 5 to 200 steps up to 11 % were lost.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ class Controller:
         self.reasons: Counter[tuple[int, Reason]] = Counter()
         """Steps by sequences that decode and reason."""
         self._draft_seconds = 0.0  # for one sequence, measured
-        self._first_drafts = True
+        self._times_drafted = 0
         self._since_measured: Counter[int] = Counter()  # steps with drafts since one without, by batch
         self._gain = 1.0  # expected of drafts as they were lately, the time to make them left out
 
@@ -122,6 +125,8 @@ class Controller:
         if self.cost.is_empty:
             self.reasons[batch, "measuring"] += 1
             return 0
+        if self._times_drafted < 2:  # what drafting costs is not known
+            return min(batch, 2)
         step = self.cost.seconds(batch, context, prefill)
         seconds = self._draft_seconds * batch
         if seconds <= self.config.free * step:
@@ -149,9 +154,7 @@ class Controller:
         self.reasons[batch, plan.reason] += 1
         return plan
 
-    def _plan(
-        self, acceptance: Sequence[np.ndarray], batch: int, context: float, prefill: int, asked: int
-    ) -> Plan:
+    def _plan(self, acceptance: Sequence[np.ndarray], batch: int, context: float, prefill: int, asked: int) -> Plan:
         none = [0] * len(acceptance)
         if asked < batch:  # what it would bring were all drafted for as these
             acceptance = (list(acceptance) * batch)[: max(len(acceptance) * batch // asked, 1)]
@@ -166,7 +169,7 @@ class Controller:
         tried = self._try(acceptance, batch, curve, sum(lengths)) if may_lose else None
         self._gain += 0.2 * ((speedup if tried is None else tried.speedup) - self._gain)
         if asked < batch:
-            return Plan(none, "cost of drafting")
+            return Plan(none, "cost of drafting" if self._times_drafted >= 2 else "measuring")
         if self._since_measured[batch] >= self._patience(batch, speedup):
             return Plan(none, "measuring")
         if not may_lose:
@@ -224,8 +227,9 @@ class Controller:
     ) -> None:
         """batch: sequences that decoded; drafts: draft rows verified; emitted: tokens of these sequences; seconds: of
         the step without the drafting; drafted_for: sequences for which drafts were made, in draft_seconds."""
-        if drafted_for and self._first_drafts:  # may have compiled or loaded something: not what drafting costs
-            self._first_drafts, draft_seconds = False, 0.0
+        self._times_drafted += drafted_for > 0
+        if drafted_for and self._times_drafted == 1:  # may have compiled or loaded something: not what drafting costs
+            draft_seconds = 0.0
         elif drafted_for:
             each = draft_seconds / drafted_for
             before = self._draft_seconds or each
@@ -234,7 +238,7 @@ class Controller:
             self._draft_seconds *= 0.995  # what was dear, once, is tried again at some time
         self.elapsed += seconds + draft_seconds
         self.balance -= draft_seconds
-        if batch < 1:
+        if batch < 1 or not seconds > 0.0:  # a clock that has not moved says nothing
             return
         self._since_measured[batch] = self._since_measured[batch] + 1 if drafts or prefill else 0
         self.cost.record(batch + drafts, seconds, context=context, prefill=prefill)

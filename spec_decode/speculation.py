@@ -50,7 +50,8 @@ class Speculation:
         self.plan: Plan | None = None
         """Of the last step; None if no drafts were made."""
         self._by_sample: dict[str, Counts] = {}
-        self._open: dict[str, tuple[int, Draft]] = {}  # (output tokens before it, a draft not judged to its end)
+        # Of each sample, drafts not judged to their end: (output tokens before it, the draft, tokens that came true).
+        self._open: dict[str, list[tuple[int, Draft, int]]] = {}
         self._draft_seconds = 0.0
         self._drafted_for = 0
         self._turn = 0
@@ -78,8 +79,11 @@ class Speculation:
         for request, draft in zip(requests, drafts, strict=True):
             if draft.parents is not None:
                 raise ValueError(f"drafter {draft.drafter} drafts trees; the verification takes one path")
-            if self.match and draft.tokens and request.sample.id not in self._open:
-                self._open[request.sample.id] = (len(request.sample.output_ids), draft)
+            if self.match and draft.tokens:
+                position, opened = len(request.sample.output_ids), self._open.setdefault(request.sample.id, [])
+                if opened and opened[-1][0] == position:  # made for a step that came to nothing
+                    opened.pop()
+                opened.append((position, draft, 0))
         self.plan = self.controller.plan(self.acceptance.estimate(drafts), batch, context, prefill, asked)
         for i, draft, length in zip(chosen, drafts, self.plan.lengths, strict=True):
             out[i] = draft.cut(length)
@@ -144,16 +148,19 @@ class Speculation:
         self.acceptance.weights_updated(version)
 
     def _judge(self, sample: Sample) -> None:
-        if sample.id not in self._open:
-            return
-        start, draft = self._open[sample.id]
-        stream = sample.output_ids[start : start + len(draft)]
-        same = 0
-        while same < len(stream) and stream[same] == draft.tokens[same]:
-            same += 1
-        if same < len(stream) or same == len(draft) or sample.is_done:
-            self.acceptance.judge(draft, same, rejected=same < len(stream))
-            del self._open[sample.id]
+        """Compares all drafts of the sample, verified or not, with what came; at most max_drafts of them are open."""
+        still_open = []
+        output = sample.output_ids
+        for start, draft, same in self._open.pop(sample.id, ()):
+            known = min(len(output) - start, len(draft))
+            while same < known and output[start + same] == draft.tokens[same]:
+                same += 1
+            if same < known or same == len(draft) or sample.is_done:
+                self.acceptance.judge(draft, same, rejected=same < known)
+            else:
+                still_open.append((start, draft, same))
+        if still_open:
+            self._open[sample.id] = still_open
 
     def report(self) -> dict[str, Any]:
         """Counts, acceptance by drafter and position, and for each batch size what was done and why."""

@@ -20,7 +20,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-WINDOW = 32
+WINDOW = 96
+"""Long, so that row counts that are seldom run and those that often are have seen the same loads of the machine."""
 KNOWN = 5
 """Steps from which a cost is relied on: the middle half of them bears a slow one."""
 LINE_WEIGHT = 2.0
@@ -37,17 +38,21 @@ class _Bucket:
     steps: int = 0
     recent: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
     """(seconds, context)."""
+    _middle: np.ndarray | None = None
 
     def add(self, rows: int, seconds: float, context: float) -> None:
         self.steps += 1
         self.rows += (rows - self.rows) / min(self.steps, WINDOW)
         self.recent.append((seconds, context))
+        self._middle = None
 
     def middle(self) -> np.ndarray:
         """[n, 2]: the middle half of `recent` by seconds."""
-        ordered = np.array(sorted(self.recent))
-        quarter = len(ordered) // 4
-        return ordered[quarter : len(ordered) - quarter]
+        if self._middle is None:
+            ordered = np.array(sorted(self.recent))
+            quarter = len(ordered) // 4
+            self._middle = ordered[quarter : len(ordered) - quarter]
+        return self._middle
 
 
 class StepCost:

@@ -15,7 +15,8 @@ from typing import Literal
 
 from longtail.sample import Sample
 from longtail.spec_decode.drafter import Draft, DraftRequest
-from longtail.spec_decode.suffix_index import AGELESS, START, Lookup, SuffixIndex, compile_all
+from longtail.spec_decode.suffix_index import Lookup, SuffixIndex, compile_all
+from longtail.spec_decode.suffix_kernels import AGELESS, START
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +25,21 @@ class SuffixConfig:
 
     lookup: Lookup = dataclasses.field(default_factory=Lookup)
     max_tokens_per_index: int = 1 << 18
-    """Tokens kept of one prompt (`ngram`: of one sample). Beyond it the index is made anew from half as many: whole
-    samples that are done go first, those of the oldest version before others; then the beginnings of live ones."""
-    max_tokens: int = 1 << 24
-    """Tokens kept in all. Beyond it the prompts go that have no live sample, the one unused for longest first; then
-    the largest index is halved."""
+    """Tokens kept of one prompt (`ngram`: of one sample). Beyond it the index is made anew from half as many, and the
+    last quarter as many of the prompt: whole samples that are done go first, those of the oldest version before others;
+    then the beginnings of live ones."""
+    max_bytes: int = 1 << 30
+    """Memory of all indexes (about 40 bytes a token). Beyond it the prompts go that have no live sample, the one unused
+    for longest first, down to three quarters; if that is not enough, the largest indexes are halved. What the samples
+    that are live need at least is kept in any case."""
     tree: bool = False
     """Draft several paths, as a tree. Off while the verification takes one path."""
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_index < 1024:
             raise ValueError(f"max_tokens_per_index must be at least 1024, not {self.max_tokens_per_index}")
-        if self.max_tokens < self.max_tokens_per_index:
-            raise ValueError(
-                f"max_tokens {self.max_tokens} is below max_tokens_per_index {self.max_tokens_per_index}; raise it"
-            )
+        if self.max_bytes < 1 << 16:
+            raise ValueError(f"max_bytes must be at least {1 << 16}, not {self.max_bytes}")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -83,12 +84,9 @@ class SuffixDrafter:
         self._live: dict[str, _Text] = {}
         self._shared: dict[Hashable, _Shared] = {}  # the one used last stands last
         self.num_tokens = 0
-        """Tokens kept, prompts counted once an index."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all indexes."""
-        return sum(shared.index.num_bytes for shared in self._shared.values())
+        """Tokens kept, prompts counted once an index,"""
+        self.num_bytes = 0
+        """and the memory of all indexes."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
@@ -127,7 +125,7 @@ class SuffixDrafter:
         if start == end:
             return text
         index, versions = text.shared.index, sample.versions
-        before = index.num_tokens
+        self._count(index, -1)
         while start < end:
             stop = end
             if versions[end - 1] != versions[start]:  # versions only grow within a sample
@@ -135,12 +133,16 @@ class SuffixDrafter:
             text.tail = index.append(text.tail, sample.output_ids[start:stop], versions[start])
             start = stop
         text.length = end
-        self.num_tokens += index.num_tokens - before
+        self._count(index, 1)
         if index.num_tokens > self.config.max_tokens_per_index:
             self._shrink(text.shared)
-        if self.num_tokens > self.config.max_tokens:
+        if self.num_bytes > self.config.max_bytes:
             self._make_room()
         return text
+
+    def _count(self, index: SuffixIndex, sign: int) -> None:
+        self.num_tokens += sign * index.num_tokens
+        self.num_bytes += sign * index.num_bytes
 
     def _attach(self, sample: Sample) -> _Text:
         key: Hashable = sample.prompt_ids if self.scope == "prompt" else sample.id
@@ -148,13 +150,13 @@ class SuffixDrafter:
         text = shared.texts.get(sample.id) if shared is not None else None
         again = text is not None and sample.prompt_ids == text.shared.prompt and _begins_with(sample, text)
         if shared is not None and self.scope == "sample" and not again:  # an id that is used again
-            self.num_tokens -= shared.index.num_tokens
+            self._count(shared.index, -1)
             shared = text = None
         if shared is None:
             index = SuffixIndex(self.config.lookup)
             tail = index.append(START, sample.prompt_ids, AGELESS)
             shared = _Shared(key, sample.prompt_ids, index, tail)
-            self.num_tokens += index.num_tokens
+            self._count(index, 1)
         self._shared[key] = shared
         if text is None or not again:
             # An id that comes again with other tokens is another sample: the text of the first stays, without its id.
@@ -186,7 +188,7 @@ class SuffixDrafter:
             kept[text] = len(contents[text][0])
             room -= kept[text]
         # A prompt that alone fills an index is kept at its end, where responses begin.
-        prompt = shared.prompt[-(self.config.max_tokens_per_index // 2) :]
+        prompt = shared.prompt[-(self.config.max_tokens_per_index // 4) :]
         index = SuffixIndex(self.config.lookup, (len(prompt) + sum(kept.values())) // PAGE_ROOM)
         shared.prompt_tail = index.append(START, prompt, AGELESS)
         for name, text in list(shared.texts.items()):
@@ -205,32 +207,32 @@ class SuffixDrafter:
                 tail = index.append(tail, tokens[start:stop], versions[start])
                 start = stop
             text.tail = tail
-        self.num_tokens += index.num_tokens - old.num_tokens
+        self._count(old, -1)
+        self._count(index, 1)
         shared.index = index
 
     def _make_room(self) -> None:
         for shared in list(self._shared.values()):
-            if self.num_tokens <= self.config.max_tokens * 3 // 4:
+            if self.num_bytes <= self.config.max_bytes * 3 // 4:
                 return
             if not shared.has_live:
                 self._drop(shared)
-        while self.num_tokens > self.config.max_tokens:
-            largest = max(self._shared.values(), key=lambda shared: shared.index.num_tokens)
-            before = self.num_tokens
-            self._shrink(largest)
-            if self.num_tokens >= before:  # nothing but prompts of live samples
+        for shared in sorted(self._shared.values(), key=lambda shared: -shared.index.num_bytes):
+            if self.num_bytes <= self.config.max_bytes:
                 return
+            self._shrink(shared)
 
     def _drop(self, shared: _Shared) -> None:
         self._shared.pop(shared.key)
-        self.num_tokens -= shared.index.num_tokens
+        self._count(shared.index, -1)
 
     def check_integrity(self) -> None:
         """AssertionError if the counts or the texts do not add up."""
-        total = 0
+        total = total_bytes = 0
         for key, shared in self._shared.items():
             assert shared.key == key
             total += shared.index.num_tokens
+            total_bytes += shared.index.num_bytes
             own = len(shared.index.read(shared.prompt_tail)[0])
             for text in shared.texts.values():
                 assert text.shared is shared and (not text.live or self._live.get(text.sample_id) is text), key
@@ -238,7 +240,7 @@ class SuffixDrafter:
                 assert count == text.length - text.dropped, (text.sample_id, count, text.length, text.dropped)
                 own += count
             assert own == shared.index.num_tokens, (key, own, shared.index.num_tokens)
-        assert total == self.num_tokens, (total, self.num_tokens)
+        assert (total, total_bytes) == (self.num_tokens, self.num_bytes)
         assert all(text.live and text.shared.key in self._shared for text in self._live.values())
 
 

@@ -121,18 +121,18 @@ def random_run(drafter: SuffixDrafter, seed: int, steps: int) -> list[Draft]:
 
 
 def test_memory_is_bounded_and_what_is_kept_adds_up() -> None:
-    config = SuffixConfig(max_tokens_per_index=1024, max_tokens=2500)
+    config = SuffixConfig(max_tokens_per_index=1024, max_bytes=1 << 17)
     drafter = group_drafter(config)
     for part in range(6):
         random_run(drafter, part, 60)
         for sample_id in list(drafter._live):
             drafter.forget(sample_id)
-        assert drafter.num_tokens <= config.max_tokens
+        assert drafter.num_bytes <= config.max_bytes
         assert all(s.index.num_tokens <= config.max_tokens_per_index for s in drafter._shared.values())
 
 
 def test_live_samples_alone_are_bounded_too() -> None:
-    drafter = group_drafter(SuffixConfig(max_tokens_per_index=1024, max_tokens=1024))
+    drafter = group_drafter(SuffixConfig(max_tokens_per_index=1024))
     samples = [make_sample(f"a/{i}") for i in range(3)]
     rng = random.Random(0)
     for _ in range(200):
@@ -144,24 +144,61 @@ def test_live_samples_alone_are_bounded_too() -> None:
     assert draft_of(drafter, samples[0]).tokens == samples[1].output_ids[-20:-12]  # the latest tokens are there
 
 
+def test_prompts_that_nobody_uses_make_room_for_others() -> None:
+    """The one unused for longest goes first; one with a live sample stays."""
+    drafter = group_drafter(SuffixConfig(max_bytes=1 << 18))
+    live = make_sample("live", [7, 7, 7])
+    commit(drafter, live, range(100, 200))
+    for i in range(60):
+        drafter.learn(make_sample(f"p{i}/0", [1, 2, i], range(10, 200)))
+        assert drafter.num_bytes <= 1 << 18
+        drafter.check_integrity()
+    assert draft_of(drafter, make_sample("new", [1, 2, 59])).tokens[:2] == [10, 11]
+    assert draft_of(drafter, make_sample("old", [1, 2, 0])).tokens == []
+    assert draft_of(drafter, make_sample("live/1", [7, 7, 7])).tokens[:2] == [100, 101]
+
+
+def test_many_live_samples_share_the_room() -> None:
+    """Sixteen prompts of one live sample each: their indexes are halved in turn."""
+    drafter = group_drafter(SuffixConfig(max_bytes=1 << 19))
+    samples = [make_sample(f"p{i}/0", [1, 2, i]) for i in range(16)]
+    rng = random.Random(0)
+    for _ in range(100):
+        for sample in samples:
+            commit(drafter, sample, [rng.randrange(1000) for _ in range(20)])
+            assert drafter.num_bytes <= 1 << 19
+    drafter.check_integrity()
+    assert drafter.num_tokens > 3000
+
+
 def test_done_samples_of_old_versions_go_first() -> None:
+    """1024 tokens are too many: 512 stay besides the prompt, the live sample's 100 and three times 120."""
     drafter = group_drafter(SuffixConfig(max_tokens_per_index=1024))
-    for version in (2, 0, 1):
-        output = range(1000 * version + 10, 1000 * version + 260)
+    for version in (3, 7, 0, 6, 1, 5, 2, 4):
+        output = range(1000 * version + 10, 1000 * version + 130)
         drafter.learn(make_sample(f"v{version}", output=output, version=version))
     live = make_sample("live")
-    commit(drafter, live, range(5000, 5300), version=2)  # too many: 3 + 4 * 250 + 50
-    shared = drafter._live["live"].shared
-    assert list(shared.texts) == ["live"]  # 512 hold the live one, and not 250 more besides the prompt
-    drafter.learn(make_sample("v3", output=range(3010, 3260), version=3))
-    commit(drafter, live, range(6000, 6500), version=2)
-    assert drafter.num_tokens <= 1024
+    commit(drafter, live, range(9000, 9100), version=8)
+    assert set(drafter._live["live"].shared.texts) == {"live", "v7", "v6", "v5"}
+    assert drafter.num_tokens == 3 + 100 + 3 * 120
     drafter.check_integrity()
+
+
+def test_a_prompt_longer_than_an_index_keeps_its_end() -> None:
+    drafter = group_drafter(SuffixConfig(max_tokens_per_index=1024))
+    prompt = range(10, 3010)
+    samples = [make_sample(f"a/{i}", prompt) for i in range(2)]
+    for step in range(300):
+        for sample in samples:
+            commit(drafter, sample, [5000 + step])
+            assert drafter.num_tokens <= 1024
+    drafter.check_integrity()
+    assert draft_of(drafter, make_sample("a/2", prompt), 3).tokens == [5000, 5001, 5002]
 
 
 @pytest.mark.parametrize("make", [group_drafter, ngram_drafter])
 def test_the_same_run_gives_the_same_drafts(make: type) -> None:
-    config = SuffixConfig(max_tokens_per_index=1024, max_tokens=3000)
+    config = SuffixConfig(max_tokens_per_index=1024, max_bytes=1 << 17)
     assert random_run(make(config), 3, 300) == random_run(make(config), 3, 300)
 
 
@@ -258,7 +295,7 @@ def test_a_composition_of_nothing_is_refused() -> None:
 def test_bad_settings_are_named() -> None:
     with pytest.raises(ValueError, match="max_tokens_per_index"):
         SuffixConfig(max_tokens_per_index=10)
-    with pytest.raises(ValueError, match="raise it"):
-        SuffixConfig(max_tokens=2000)
+    with pytest.raises(ValueError, match="max_bytes"):
+        SuffixConfig(max_bytes=2000)
     with pytest.raises(ValueError, match="scope"):
         SuffixDrafter("all")  # type: ignore[arg-type]

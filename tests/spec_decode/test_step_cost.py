@@ -59,7 +59,7 @@ def test_one_measurement_alone_says_that_half_grows() -> None:
 
 def test_noise_and_spikes() -> None:
     """Standard deviation 20 %, one step in ten takes ten times as long. A row count's cost comes from
-    16 steps, so its standard error is 5 %: all of 32 within 15 % of the truth (3 errors), and never falling."""
+    47 steps, so its standard error is 3 %: all of 32 within 12 % of the truth (4 errors), and never falling."""
     rng = np.random.default_rng(0)
     cost = StepCost(4)
     for step in range(3000):
@@ -69,7 +69,7 @@ def test_noise_and_spikes() -> None:
     curve = cost.curve(32)
     assert (np.diff(curve) >= 0).all()
     exact = 0.008 + 0.004 * -(-np.arange(1, 33) // 4)
-    assert np.abs(curve[1:] / exact - 1.0).max() < 0.15
+    assert np.abs(curve[1:] / exact - 1.0).max() < 0.12
 
 
 def test_a_machine_that_slows_down_is_followed() -> None:
@@ -142,35 +142,41 @@ def test_where_rows_are_free_anything_pays_and_where_they_are_dear_nothing_does(
     assert break_even_acceptance(np.arange(10) ** 2 + 1e-9, 1, 8) is None
 
 
+def test_speedups_by_position_by_hand() -> None:
+    """One sequence, rows free: 1 + .5 + .5 * .8 tokens, and nothing behind the last position that is given."""
+    assert speedups(np.ones(6), 1, [0.5, 0.8], 4).tolist() == pytest.approx([1.0, 1.5, 1.9, 1.9, 1.9])
+    assert speedups(np.ones(7), 2, [0.5, 0.8], 2).tolist() == pytest.approx([1.0, 1.25, 1.5, 1.7, 1.9])
+
+
 def test_advice() -> None:
     cost = StepCost.from_points([(n, 0.008 + 0.001 * n) for n in range(4, 290, 4)], row_multiple=4)
-    one, four, many = advise(cost, [1, 4, 32], [0.0, 0.5, 0.9], max_drafts=8)
+    drafters: dict[str, float | list[float]] = {"none": 0.0, "half": 0.5, "good": 0.9, "short": [0.9]}
+    one, four, many = advise(cost, [1, 4, 32], drafters, max_drafts=8)
     assert one.acceptance == pytest.approx(0.0, abs=2e-4)
     assert one.acceptance is not None and four.acceptance is not None and many.acceptance is not None
     assert four.acceptance == pytest.approx(16 / 12 - 1, abs=0.01)
     assert many.acceptance > four.acceptance  # the fixed part is spread over more rows
     assert one.step_seconds == pytest.approx(0.012, rel=0.02)
-    assert one.speedups[0.0] == four.speedups[0.0] == 1.0
-    assert one.speedups[0.5] == pytest.approx(1.875, rel=0.02)
-    assert one.lengths[0.5] == 3.0
-    assert one.speedups[0.9] > four.speedups[0.9] > many.speedups[0.9] > 1.0
-    assert many.speedups[0.5] == 1.0
-    assert many.lengths[0.5] == 0.0
-    (slow,) = advise(cost, [1], [0.5], draft_seconds=0.02)
+    assert one.speedups["none"] == four.speedups["none"] == 1.0
+    assert one.speedups["half"] == pytest.approx(1.875, rel=0.02)
+    assert one.lengths["half"] == 3.0
+    assert one.speedups["good"] > four.speedups["good"] > many.speedups["good"] > 1.0
+    assert one.speedups["short"] == pytest.approx(1.9)
+    assert one.lengths["short"] == 1.0
+    assert many.speedups["half"] == 1.0
+    assert many.lengths["half"] == 0.0
+    (slow,) = advise(cost, [1], {"half": 0.5}, draft_seconds=0.02)
     assert slow.acceptance is not None
     assert slow.acceptance > 0.5
-    assert slow.speedups[0.5] == 1.0
+    assert slow.speedups["half"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (([0], [0.5]), "batches"),
-        (([1], [1.5]), "acceptances"),
-    ],
-)
-def test_bad_questions_are_named(arguments: tuple[list[int], list[float]], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        advise(StepCost.from_points([(1, 0.01)]), *arguments)
+def test_bad_questions_are_named() -> None:
+    cost = StepCost.from_points([(1, 0.01)])
+    with pytest.raises(ValueError, match="batches"):
+        advise(cost, [0], {})
+    for acceptance in (1.5, [0.5, -0.1]):
+        with pytest.raises(ValueError, match="an acceptance of a is"):
+            advise(cost, [1], {"a": acceptance})
     with pytest.raises(ValueError, match="max_drafts"):
-        advise(StepCost.from_points([(1, 0.01)]), [1], [0.5], max_drafts=0)
+        advise(cost, [1], {"a": 0.5}, max_drafts=0)

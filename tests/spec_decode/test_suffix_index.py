@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from longtail.spec_decode.suffix_index import AGELESS, LONGEST, ORDERS, PAGE, START, Lookup, SuffixIndex
+from longtail.spec_decode.suffix_index import Lookup, SuffixIndex
+from longtail.spec_decode.suffix_kernels import AGELESS, LONGEST, ORDERS, PAGE, START
 
 EVERYTHING = 100_000
 """A bound on positions that no text here reaches."""
@@ -58,7 +59,7 @@ class Oracle:
         for first, length in found:
             weight = self.lookup.length_factor ** min(length, ORDERS[-1])
             if self.version[first] != AGELESS:
-                weight *= self.lookup.decay ** (newest - self.version[first])
+                weight *= max(self.lookup.decay ** (newest - self.version[first]), self.lookup.least)
             path: tuple[int, ...] = ()
             position: int | None = first
             while position is not None and len(path) < max_tokens:
@@ -118,7 +119,7 @@ def test_a_bound_keeps_the_longest_and_latest(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_path_and_tree_have_the_weights_of_what_was_found(seed: int) -> None:
-    lookup = Lookup(max_positions=EVERYTHING, length_factor=1.5, decay=0.5, escape=0.7, min_prob=0.0)
+    lookup = Lookup(max_positions=EVERYTHING, length_factor=1.5, decay=0.5, least=0.3, escape=0.7, min_prob=0.0)
     index, oracle, tails = grown(seed, lookup, steps=400)
     for tail in tails:
         weights = oracle.draft(tail, 5)
@@ -175,6 +176,8 @@ def test_the_newer_version_is_believed() -> None:
     assert index.draft(prompt, 1).tokens == [2]  # 1 against 2 * 0.4
     index.append(prompt, [1], 0)
     assert index.draft(prompt, 1).tokens == [1]  # 1 against 3 * 0.4
+    index.append(prompt, [2], 9)
+    assert index.draft(prompt, 1).tokens == [2]  # 1 + 0.1 against 3 * 0.1
 
 
 def test_a_text_that_repeats_itself_goes_on_doing_so() -> None:
@@ -246,6 +249,7 @@ def test_memory_is_bounded_by_the_tokens() -> None:
         ("length_factor", float("nan")),
         ("decay", 0.0),
         ("decay", 1.5),
+        ("least", -0.1),
         ("escape", -1.0),
         ("min_prob", 1.5),
     ],
