@@ -79,7 +79,7 @@ def test_bench_command(tmp_path: Path) -> None:
 def test_bench_with_a_drafter(tmp_path: Path) -> None:
     """The same samples as without; what drafting did stands in the summary, the trace and the report."""
     out = tmp_path / "run"
-    settings = {"strategies": "sync", "iterations": 1, "prompts": 1, "group-size": 2, "max-tokens": 48, "temperature": 0}
+    settings = {"strategies": "sync", "iterations": 1, "prompts": 1, "group-size": 2, "max-tokens": 48, "seed": 1}
     arguments = ["bench", "--json", *(f"--{name}={value}" for name, value in settings.items()), "--out"]
     plain = CliRunner().invoke(app, [*arguments, str(tmp_path / "plain")])
     result = CliRunner().invoke(app, [*arguments, str(out), "--drafter", "group>ngram"])
