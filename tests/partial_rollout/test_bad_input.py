@@ -165,7 +165,6 @@ LONGROPE = {
 def test_models_it_cannot_run_are_refused() -> None:
     for config, message in [
         (T5Config(d_model=64), "encoder-decoder"),
-        (Qwen3NextConfig(**SIZES), "hybrid layers"),
         (Llama4TextConfig(**SIZES), r"hybrid layers \(chunked_attention\)"),
         (DeepseekV3Config(**SIZES, index_topk=2048), r"index_topk.*sparse attention"),
         (LlamaConfig(**SIZES, rope_parameters=LONGROPE), "rotary embeddings of type longrope"),
