@@ -1,8 +1,8 @@
 """The check of the distribution: many samples of one prompt against the probabilities of every outcome.
 
 For each case (parameters, a prompt, its outcome tree) the number of samples is computed before anything is drawn: as
-many as find with probability `target` that wrong drafts are accepted with probability `effect`, if the drafter drafts
-what is unlikely. A drafter under which the same fault shows less gets as many, and its own smallest bias is reported.
+many as find with probability `target` that wrong drafts are accepted with probability `effect`, where the drafter
+drafts what is unlikely. With other drafters the same fault shows less, and each test reports the bias that it finds.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def tiny_model() -> tuple[Any, Any]:
         num_key_value_heads=1,
         head_dim=16,
         max_position_embeddings=512,
-        initializer_range=0.25,
+        initializer_range=0.35,
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,

@@ -45,7 +45,7 @@ def chi2_isf(level: float, df: float, noncentrality: float = 0.0) -> float:
     low, high = 0.0, df + noncentrality + 1.0
     while chi2_sf(high, df, noncentrality) > level:
         low, high = high, high * 2.0
-    for _ in range(80):
+    for _ in range(50):
         middle = (low + high) / 2.0
         low, high = (middle, high) if chi2_sf(middle, df, noncentrality) > level else (low, middle)
     return high

@@ -107,6 +107,7 @@ class StreamAudit:
             len(self.plain),
             0.0,
             where,
+            data={"reference": worst},
         )
 
     def compare(self, name: str, choice: DraftChoice | None, lengths: Sequence[int], seed: int) -> Iterator[Finding]:
@@ -244,6 +245,7 @@ class StreamAudit:
             "log-probabilities",
             f"largest difference {to_plain if match else ''}to the reference {found.reference:.2g} "
             f"(allowed {self.tolerance:g})",
+            data={"reference": found.reference},
         )
         yield finding("ends", f"{found.count('ends')} of {samples} samples end in another way or place than they have to")
 
