@@ -32,7 +32,8 @@ STREAM_CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "greedy, penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
     "temperature 1": {},
-    "temperature 0.7, top-k 3": {"temperature": 0.7, "top_k": 3},
+    "temperature 0.5, top-k 3": {"temperature": 0.5, "top_k": 3},
+    "temperature 2, top-k 8": {"temperature": 2.0, "top_k": 8},
     "top-p, min-p": {"top_p": 0.7, "min_p": 0.01},
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
     "EOS": {"ignore_eos": False},
@@ -87,7 +88,7 @@ def stop_string_cases(
     make, once with min_tokens beyond its first occurrence."""
     made = []
     for case, seen in zip(cases, plain, strict=True):
-        if case.name not in ("temperature 1", "temperature 0.7, top-k 3") or len(seen.tokens) < 8:
+        if case.name not in ("temperature 1", "temperature 0.5, top-k 3") or len(seen.tokens) < 8:
             continue
         for width, late in ((1, False), (2, False), (2, True)):
             at = len(seen.tokens) // 2
@@ -150,11 +151,16 @@ def outcome_cases(
 def _likely_ends(
     engine: AuditedEngine, reference: Reference, prompt: Tokens, params: SamplingParams
 ) -> tuple[int, ...]:
-    """Two tokens that often come second or third, but never most often at the first place."""
+    """Two tokens: the one that comes most often as the most likely token in second or third place, so that a drafter
+    that is often right drafts it, and the one that comes most often there besides."""
     tree = outcome_tree(reference, prompt, params, engine.eos, DEPTH)
+    best: dict[int, float] = {}
     mass: dict[int, float] = {}
     for outcome, p in tree.outcomes.items():
-        for token in outcome[1:]:
+        for i, token in enumerate(outcome[1:], 1):
             mass[token] = mass.get(token, 0.0) + p
-    first = max(tree.children[()], key=tree.children[()].__getitem__)
-    return tuple(sorted((t for t in mass if t != first), key=mass.__getitem__)[-2:])
+            here = tree.children[outcome[:i]]
+            if token == max(here, key=here.__getitem__):
+                best[token] = best.get(token, 0.0) + p
+    first = max(best, key=best.__getitem__)
+    return first, max((t for t in mass if t != first), key=mass.__getitem__)

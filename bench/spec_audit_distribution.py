@@ -18,7 +18,7 @@ from longtail.bench.spec_audit_cases import DEPTH, OutcomeCase
 from longtail.bench.spec_audit_engine import AuditDrafter, AuditedEngine, Completion, DraftChoice
 from longtail.bench.spec_audit_reference import Book
 from longtail.bench.spec_audit_statistics import draws_needed, goodness_of_fit, smallest_bias
-from longtail.bench.spec_audit_streams import OFF, Finding
+from longtail.bench.spec_audit_streams import OFF, Finding, end_problem
 
 DRAFT_LENGTHS = (1, 3)
 """Taken in turns: with 1 the third token is a bonus where the draft was accepted, with 3 it is a draft."""
@@ -65,7 +65,7 @@ def check_distribution(
     clock and at nothing drawn. seed: of this test; no two tests share their samples."""
     tree, counts = case.tree, Counter[Any]()
     accepted = rejected = places = done = 0
-    told = True
+    told, problem = True, ""
     rng = np.random.default_rng([seed, 3])
     while done < draws and not (done and enough()):
         size = min(batch, draws - done)
@@ -75,6 +75,7 @@ def check_distribution(
         counts.update(tree.outcome(sample.tokens) for sample in made)
         for sample in made:
             told = told and sample.drafts is not None
+            problem = problem or end_problem(sample, case.params, engine) or ""
             good, bad = _decided(sample)
             accepted, rejected = accepted + good, rejected + bad
             places += max(min(len(sample.tokens), DEPTH) - 1, 0)
@@ -93,6 +94,9 @@ def check_distribution(
         bias = smallest_bias(
             tree.probs, _biased(case, name, coverage), done, sizing.level, sizing.target, sizing.noise
         )
+    if problem:
+        statistic = "a sample ends in another way or place than it has to"
+        return Finding("distribution", case.name, name, False, statistic, done, 0.0, problem, bias, data)
     if strangers:
         outcome, n = max(strangers, key=lambda item: item[1])
         detail = f"{sum(n for _, n in strangers)} samples are impossible, as {n} times {list(outcome)}"

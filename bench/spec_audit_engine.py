@@ -203,8 +203,9 @@ def native_engine(
     numerics: Literal["exact", "fast"] = "exact",
     slots: int = 128,
     max_model_len: int = 512,
+    threads: int | None = None,
 ) -> EngineUnderAudit:
-    """The native engine on a model. ValueError if the model cannot draft."""
+    """The native engine on a model; settings as in `NativeConfig`. ValueError if the model cannot draft."""
     from longtail import NativeEngine
     from longtail.spec_decode.controller import FixedLength
 
@@ -216,6 +217,7 @@ def native_engine(
         max_num_batched_tokens=max(8 * slots, 512),
         max_model_len=max_model_len,
         block_size=16,
+        threads=threads,
     )
     engine.use_drafter("ngram")  # a model that cannot is refused before anything is measured
     engine.use_drafter(None)

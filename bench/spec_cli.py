@@ -42,7 +42,7 @@ def audit(
     false_alarm: Annotated[float, typer.Option(help="Probability that an engine without fault fails")] = 1e-6,
     tolerance: Annotated[float, typer.Option(help="What rounding may do to a log-probability")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and samples")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads", show_default="all")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads", show_default="all; 1 for tiny")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as the last line of stdout")] = False,
 ) -> None:
@@ -66,14 +66,8 @@ def audit(
         raise ValueError(
             "engine vllm: the audit of vLLM comes with the vLLM engine, which this version does not have; use native"
         )
-    if threads is not None:
-        import numba
-        import torch
-
-        torch.set_num_threads(threads)
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     with console.status("loading the model") as status:
-        subject, reference = _native(model, numerics)
+        subject, reference = _native(model, numerics, threads)
         report = spec_audit.audit(subject, reference, config, progress=lambda text: status.update(text))
     console.print(spec_audit.table(report))
     for sentence in spec_audit.sentences(report):
@@ -83,7 +77,7 @@ def audit(
         raise typer.Exit(1)
 
 
-def _native(model: str | None, numerics: str) -> tuple[Any, Any]:
+def _native(model: str | None, numerics: str, threads: int | None) -> tuple[Any, Any]:
     from longtail.bench.models import is_made, resolve_model
     from longtail.bench.spec_audit_engine import native_engine, tiny_model
     from longtail.bench.spec_audit_reference import ModelReference
@@ -95,8 +89,16 @@ def _native(model: str | None, numerics: str) -> tuple[Any, Any]:
         loaded, tokenizer = tiny_model()
     else:
         loaded, tokenizer = _load(str(resolve_model(model)))
-    slots = 128 if model == "tiny" else 32
-    return native_engine(loaded, tokenizer, numerics=numerics, slots=slots), ModelReference(loaded)  # type: ignore[arg-type]
+    tiny = model == "tiny"
+    threads = 1 if tiny and threads is None else threads
+    subject = native_engine(
+        loaded,
+        tokenizer,
+        numerics=numerics,  # type: ignore[arg-type]
+        slots=128 if tiny else 32,
+        threads=threads,
+    )
+    return subject, ModelReference(loaded)
 
 
 def _load(source: str) -> tuple[Any, Any]:
