@@ -1,14 +1,14 @@
 """Proves or refutes from outside that an engine's drafting is lossless: `longtail spec audit`.
 
-    yardstick            log-probabilities without drafts = the model's                        (transformers, float64 rules)
+    yardstick            log-probabilities without drafts = those of a forward pass of transformers
     greedy, streams      the same requests with each drafter, in other batches: the same samples (match), or with the
                          same drafts the same samples (rejection)
     log-probabilities    of every token, against the run without drafts and against the model
     ends                 stop ids, stop strings, EOS, min_tokens, caps: nothing after the first, and that one is named
     distribution         all outcomes of the first tokens under top-k 3, chi-square
 
-The engine only has to generate (`spec_audit_engine.AuditedEngine`). A verdict of "lossless" says how large a fault would
-have been found; all false alarms together have probability `false_alarm`.
+The engine only has to generate (`spec_audit_engine.AuditedEngine`). A verdict of "lossless" says how large a fault
+would have been found; all false alarms together have probability `false_alarm`.
 """
 
 from __future__ import annotations

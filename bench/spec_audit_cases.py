@@ -1,4 +1,4 @@
-"""What an audit asks an engine to do: prompts, and sampling parameters that between them touch every rule of sampling."""
+"""What an audit asks an engine to do: prompts, and sampling parameters that together touch every rule of sampling."""
 
 from __future__ import annotations
 
@@ -95,12 +95,9 @@ def stop_string_cases(
             text = decode(seen.tokens[at - width : at])
             if not text.strip("\ufffd "):
                 continue
-            more = {"min_tokens": min(at + 2, case.params.max_tokens or at)} if late else {}
-            made.append(
-                dataclasses.replace(
-                    case, name="stop strings", params=dataclasses.replace(case.params, stop=(text,), **more)
-                )
-            )
+            least = min(at + 2, case.params.max_tokens or at) if late else 0
+            params = dataclasses.replace(case.params, stop=(text,), min_tokens=least)
+            made.append(dataclasses.replace(case, name="stop strings", params=params))
     return made
 
 
@@ -120,9 +117,9 @@ def outcome_cases(
     draws: Callable[[OutcomeCase], int],
     enough: Callable[[int], bool],
 ) -> list[OutcomeCase]:
-    """For each name the case that needs the fewest samples, of up to 24 prompts whose outcomes do not hang on a rounding
-    error: each margin is above 20 tolerances. draws: samples that a case needs; enough: whether to look no further for
-    the case of this index. RuntimeError if no prompt of 200 will do."""
+    """For each name the case that needs the fewest samples, of up to 24 prompts whose outcomes do not hang on a
+    rounding error: each margin is above 20 tolerances. draws: samples that a case needs; enough: whether to look no
+    further for the case of this index. RuntimeError if no prompt of 200 will do."""
     rng = np.random.default_rng([seed, 2])
     made = []
     for i, name in enumerate(names):

@@ -60,16 +60,19 @@ def check_distribution(
     seed: int,
     enough: Callable[[], bool] = lambda: False,
     batch: int = 1024,
+    first_batches: int = 256,
 ) -> Finding:
-    """name: of the drafter (OFF: without). draws: samples; fewer if `enough` says so between batches, which looks at the
-    clock and at nothing drawn. seed: of this test; no two tests share their samples."""
+    """name: of the drafter (OFF: without). draws: samples; fewer if `enough` says so between batches, which looks at
+    the clock and at nothing drawn. seed: of this test; no two tests share their samples. batch: samples of one call of
+    the engine; first_batches: of each of the first two, so that little time still gives some."""
     tree, counts = case.tree, Counter[Any]()
-    accepted = rejected = places = done = 0
+    accepted = rejected = places = done = turn = 0
     told, problem = True, ""
     rng = np.random.default_rng([seed, 3])
     while done < draws and not (done and enough()):
-        size = min(batch, draws - done)
-        engine.use(choice, DRAFT_LENGTHS[(done // batch) % len(DRAFT_LENGTHS)] if draws > batch else DRAFT_LENGTHS[-1])
+        size = min(first_batches if turn < len(DRAFT_LENGTHS) else batch, draws - done)
+        engine.use(choice, DRAFT_LENGTHS[turn % len(DRAFT_LENGTHS)])
+        turn += 1
         seeds = rng.integers(2**63, size=size).tolist()
         made = engine.generate([tree.prompt] * size, [case.params] * size, seeds)
         counts.update(tree.outcome(sample.tokens) for sample in made)
@@ -91,9 +94,7 @@ def check_distribution(
     }
     bias = None
     if choice is not None and coverage != 0.0:
-        bias = smallest_bias(
-            tree.probs, _biased(case, name, coverage), done, sizing.level, sizing.target, sizing.noise
-        )
+        bias = smallest_bias(tree.probs, _biased(case, name, coverage), done, sizing.level, sizing.target, sizing.noise)
     if problem:
         statistic = "a sample ends in another way or place than it has to"
         return Finding("distribution", case.name, name, False, statistic, done, 0.0, problem, bias, data)

@@ -71,8 +71,8 @@ def banned(params: SamplingParams, eos: Tokens, length: int) -> Tokens:
 def distribution(
     logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, eos: Tokens
 ) -> tuple[np.ndarray, float]:
-    """What a token is sampled from. logits: float64 [V] -> log-probabilities float64 [V], -inf for what is excluded, and
-    how much a logit may move without changing what is excluded (a greedy row: the winner). In vLLM's order: bans,
+    """What a token is sampled from. logits: float64 [V] -> log-probabilities float64 [V], -inf for what is excluded,
+    and how much a logit may move without changing what is excluded (a greedy row: the winner). In vLLM's order: bans,
     penalties, temperature, min-p, top-k, top-p; a greedy row has temperature 1 and no filters."""
     z = np.array(logits, np.float64)
     if params.repetition_penalty != 1.0:
@@ -178,7 +178,8 @@ def outcome_tree(
     prompt = tuple(prompt)
     children: dict[Tokens, dict[int, float]] = {}
     outcomes: dict[Tokens, float] = {}
-    margin, open_ = math.inf, {(): 1.0}
+    margin = math.inf
+    open_: dict[Tokens, float] = {(): 1.0}
     for _ in range(depth):
         following: dict[Tokens, float] = {}
         rows = reference.next_logits([[*prompt, *output] for output in open_]) if open_ else ()

@@ -1,9 +1,9 @@
 """The audit's statistics: chi-square tests whose power is computed beforehand, and Poisson counts.
 
 Goodness of fit of N independent outcomes to known probabilities p (Pearson 1900): X = sum (observed - N p)^2 / (N p) is
-chi-square with cells - 1 degrees of freedom if outcomes follow p. If they follow p', it is larger by N * d(p', p) in the
-mean, d = sum (p' - p)^2 / p, and its moments follow from those of multinomial counts. So the sample size that finds a
-given p' with a given probability is known before anything is drawn.
+chi-square with cells - 1 degrees of freedom if outcomes follow p. If they follow p', it is larger by N * d(p', p) in
+the mean, d = sum (p' - p)^2 / p, and its moments follow from those of multinomial counts. So the sample size that finds
+a given p' with a given probability is known before anything is drawn.
 
 Rare outcomes are pooled until a cell expects MIN_EXPECTED draws, because the chi-square law is a limit: how often it
 raises false alarms is confirmed by simulation in tests/bench/test_spec_audit_statistics.py.
@@ -124,10 +124,10 @@ def power(probs: np.ndarray, biased: np.ndarray, draws: int, level: float, noise
     if distance <= noise:
         return 0.0
     q = p + (q - p) * (1.0 - noise / distance)  # the noise may hide a part of it
-    # X = |g + m|^2 with m = sqrt(N) (q - p) / sqrt(p), and g of mean 0 and covariance diag(q / p) - (q q') / sqrt(p p').
-    # The non-central chi-square (Cohen 1988, chapter 7) takes q = p in the covariance and overstates the power of a bias
-    # towards a rare outcome (found by simulation: 0.90 for 0.84). Normal in between: X is skewed to the right, so that
-    # its lower tail is lighter.
+    # X = |g + m|^2 with m = sqrt(N) (q - p) / sqrt(p), g of mean 0 and covariance diag(q / p) - (q q') / sqrt(p p').
+    # The non-central chi-square (Cohen 1988, chapter 7) takes q = p in the covariance and overstates the power of a
+    # bias towards a rare outcome (0.90 where simulation finds 0.84). Here X is taken as normal with its own moments:
+    # it is skewed to the right, its lower tail lighter, so that the power is rather understated.
     shift = (q - p) / p
     mean = (q * (1.0 - q) / p).sum() + draws * ((q - p) * shift).sum()
     squares = (q**2 / p**2 * (1.0 - 2.0 * q)).sum() + (q**2 / p).sum() ** 2

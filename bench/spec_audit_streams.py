@@ -17,6 +17,7 @@ from longtail.bench.spec_audit_cases import StreamCase
 from longtail.bench.spec_audit_engine import AuditDrafter, AuditedEngine, Completion, DraftChoice
 from longtail.bench.spec_audit_reference import Reference, Tokens, distribution, ends, sequence_logprobs
 from longtail.bench.spec_audit_statistics import poisson_limit
+from longtail.sampling_params import SamplingParams
 
 OFF = "off"
 """The engine without drafts: a control that says whether the engine, and not its drafting, is at fault."""
@@ -45,16 +46,16 @@ class Finding:
 MEANING = {
     "yardstick": "If it fails, the engine's log-probabilities without drafts are not those of the model: its forward "
     "pass or its sampling rules differ from transformers' and vLLM's, and no comparison below means much.",
-    "greedy": "If it fails, drafts change the most likely token: rejected drafts are kept, the verification looks at the "
-    "wrong row, or KV of rejected drafts is read.",
-    "streams": "If it fails, a sample depends on the drafts or on the batch: drafts are accepted that do not match, noise "
-    "is not tied to seed and position, or KV or penalties of rejected drafts stay behind.",
+    "greedy": "If it fails, drafts change the most likely token: rejected drafts are kept, the verification looks at "
+    "the wrong row, or KV of rejected drafts is read.",
+    "streams": "If it fails, a sample depends on the drafts or on the batch: drafts are accepted that do not match, "
+    "noise is not tied to seed and position, or KV or penalties of rejected drafts stay behind.",
     "log-probabilities": "If it fails, a trainer would learn with wrong importance ratios: the reported value is of "
     "another row, of the drafter, or of an unprocessed distribution.",
-    "ends": "If it fails, an end inside a draft is handled wrongly: tokens after it are emitted, min_tokens is ignored, or "
-    "the cap is overrun.",
-    "distribution": "If it fails, drafted samples do not follow the model's distribution: wrong drafts are accepted, the "
-    "residual is wrong, or sampling parameters are not applied to draft positions.",
+    "ends": "If it fails, an end inside a draft is handled wrongly: tokens after it are emitted, min_tokens is "
+    "ignored, or the cap is overrun.",
+    "distribution": "If it fails, drafted samples do not follow the model's distribution: wrong drafts are accepted, "
+    "the residual is wrong, or sampling parameters are not applied to draft positions.",
 }
 
 
@@ -81,7 +82,13 @@ class StreamAudit:
     """Runs the requests without drafts, and compares. level: false-alarm rate of each statistical check."""
 
     def __init__(
-        self, engine: AuditedEngine, reference: Reference, cases: Sequence[StreamCase], *, tolerance: float, level: float
+        self,
+        engine: AuditedEngine,
+        reference: Reference,
+        cases: Sequence[StreamCase],
+        *,
+        tolerance: float,
+        level: float,
     ) -> None:
         self.engine, self.reference, self.cases = engine, reference, list(cases)
         self.tolerance, self.level = tolerance, level
@@ -141,7 +148,9 @@ class StreamAudit:
         for start in range(0, len(cases), size):
             part = order[start : start + size].tolist()
             chosen = [cases[i] for i in part]
-            made = self.engine.generate([c.prompt for c in chosen], [c.params for c in chosen], [c.seed for c in chosen])
+            made = self.engine.generate(
+                [c.prompt for c in chosen], [c.params for c in chosen], [c.seed for c in chosen]
+            )
             out |= dict(zip(part, made, strict=True))
         return [out[i] for i in range(len(cases))]
 
@@ -162,7 +171,9 @@ class StreamAudit:
                 found.flips += tie
                 found.add("streams" if not tie else "flips", case, length, _differs(a.tokens, b.tokens))
             if match and not differs and (a.finish_reason, a.stop_reason) != (b.finish_reason, b.stop_reason):
-                found.add("ends", case, length, f"{a.finish_reason} {a.stop_reason!r}, without drafts {b.finish_reason}")
+                found.add(
+                    "ends", case, length, f"{a.finish_reason} {a.stop_reason!r}, without drafts {b.finish_reason}"
+                )
             if problem := end_problem(a, case.params, self.engine):
                 found.add("ends", case, length, problem)
             left, right = np.array(a.logprobs[:same]), np.array(b.logprobs[:same])
@@ -170,10 +181,10 @@ class StreamAudit:
                 found.add("log-probabilities", case, length, f"{len(a.logprobs)} values for {len(a.tokens)} tokens")
             elif same and (match or case.greedy):
                 off = np.abs(left - right)
-                worst = int(np.argmax(np.where(np.isnan(off), np.inf, off)))
-                found.logprob = max(found.logprob, float(np.nan_to_num(off[worst], nan=np.inf)))
-                if not off[worst] <= (0.0 if self.engine.exact else self.tolerance):
-                    found.add("log-probabilities", case, length, f"token {worst}: {left[worst]!r}, not {right[worst]!r}")
+                at = int(np.argmax(np.where(np.isnan(off), np.inf, off)))
+                found.logprob = max(found.logprob, float(np.nan_to_num(off[at], nan=np.inf)))
+                if not off[at] <= (0.0 if self.engine.exact else self.tolerance):
+                    found.add("log-probabilities", case, length, f"token {at}: {left[at]!r}, not {right[at]!r}")
         worst, _, where = self._score(got)
         found.reference = max(found.reference, worst)
         if not worst <= self.tolerance:
@@ -252,7 +263,9 @@ class StreamAudit:
             f"(allowed {self.tolerance:g})",
             data={"reference": found.reference},
         )
-        yield finding("ends", f"{found.count('ends')} of {samples} samples end in another way or place than they have to")
+        yield finding(
+            "ends", f"{found.count('ends')} of {samples} samples end in another way or place than they have to"
+        )
 
 
 class _Differences:
@@ -260,7 +273,8 @@ class _Differences:
 
     def __init__(self) -> None:
         self.tokens = self.rejected = self.flips = 0
-        self.logprob = self.reference = 0.0
+        self.logprob: float = 0.0
+        self.reference: float = 0.0
         self.first: dict[str, list[str]] = {}
         self._counts: dict[str, int] = {}
 

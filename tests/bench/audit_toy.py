@@ -1,11 +1,11 @@
-"""A generator with verification by rejection sampling, as textbooks write it down, and with each way to get it wrong."""
+"""A generator with verification by rejection sampling as textbooks write it down, and each way to get it wrong."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -22,14 +22,15 @@ Fault = Literal["", "accepts too much", "residual", "temperature", "after the en
 class Toy:
     """Speculative sampling with one-hot drafts (kernels/verify_rejection.py), one sample after the other.
 
-    accepts too much: a wrong draft with probability `bias`; residual: it does not sum to 1; temperature: draft positions
-    are judged at temperature 1; after the end: one more token where an accepted draft ends the sample; log-probability:
-    the bonus token has that of the token before it; hot: everything at 1.3 times the temperature, drafts or not.
+    accepts too much: a wrong draft with probability `bias`; residual: it does not sum to 1; temperature: draft
+    positions are judged at temperature 1; after the end: one more token where an accepted draft ends the sample;
+    log-probability: the bonus token has that of the token before it; hot: everything at 1.3 times the temperature,
+    drafts or not.
     """
 
     name = "toy"
     takes_drafters = True
-    decode = None
+    decode: Callable[[Sequence[int]], str] | None = None
 
     def __init__(
         self, reference: Reference, vocab_size: int, eos: Tokens, fault: Fault = "", bias: float = 0.02
@@ -94,7 +95,13 @@ class Toy:
             self.drafter.observe(sample, len(output) - before)
 
     def _decide(
-        self, prompt: Tokens, output: Tokens, params: SamplingParams, p: np.ndarray, draft: int | None, rng: random.Random
+        self,
+        prompt: Tokens,
+        output: Tokens,
+        params: SamplingParams,
+        p: np.ndarray,
+        draft: int | None,
+        rng: random.Random,
     ) -> int:
         if params.temperature == 0.0:
             return int(p.argmax())
