@@ -175,7 +175,7 @@ def audit(
         raise ValueError(f"drafters: engine {engine.name} takes only its own drafters, not the audit's {own[0]!r}")
     start = clock()
     drawn = len(config.cases) * (len(config.drafters) + 1)
-    flips = len(config.drafters) + 1 if engine.verification == "match" and not engine.exact else 0
+    flips = 0 if engine.exact else 1 + len(config.drafters) * (engine.verification == "match")
     level = config.false_alarm / max(drawn + flips, 1)
     progress("samples without drafts")
     findings = _streams(engine, reference, config, level, progress)
@@ -193,7 +193,7 @@ def _streams(
     progress: Callable[[str], None],
 ) -> list[Finding]:
     cases = stream_cases(engine, config.stream_tokens, config.stream_samples, config.seed)
-    compared = StreamAudit(engine, reference, cases, tolerance=config.tolerance, level=level)
+    compared = StreamAudit(engine, reference, cases, tolerance=config.tolerance, level=level, power=config.power)
     if engine.decode is not None:
         compared.extend(stop_string_cases(cases, compared.plain, engine.decode))
     own = audit_drafters(engine, compared.cases, compared.plain)

@@ -79,7 +79,8 @@ def audit_drafters(engine: AuditedEngine, cases: Sequence[StreamCase], plain: Se
 
 
 class StreamAudit:
-    """Runs the requests without drafts, and compares. level: false-alarm rate of each statistical check."""
+    """Runs the requests without drafts, and compares. level: false-alarm rate of each statistical check; power: with
+    which `smallest_bias` is found."""
 
     def __init__(
         self,
@@ -89,9 +90,10 @@ class StreamAudit:
         *,
         tolerance: float,
         level: float,
+        power: float,
     ) -> None:
         self.engine, self.reference, self.cases = engine, reference, list(cases)
-        self.tolerance, self.level = tolerance, level
+        self.tolerance, self.level, self.power = tolerance, level, power
         self._scores: dict[tuple[Tokens, int], np.ndarray] = {}
         engine.use(None)
         self.plain = self._run(self.cases, None)
@@ -126,7 +128,7 @@ class StreamAudit:
             size = (len(self.cases), 24, 7)[i % 3]
             got = self._run(self.cases, rng, size)
             self._differences(found, got, length)
-            if self.engine.verification == "rejection":
+            if not self._claims_match(length):
                 # What a rejection sampler draws depends on its drafts, and so on the batch if its drafter shares.
                 self.engine.use(choice, length)
                 again = self._run(self.cases, np.random.default_rng([seed, i]), size)
@@ -154,8 +156,12 @@ class StreamAudit:
             out |= dict(zip(part, made, strict=True))
         return [out[i] for i in range(len(cases))]
 
+    def _claims_match(self, length: int) -> bool:
+        """Whether samples have to be those of the run without drafts; length: of the drafts, 0 for none."""
+        return self.engine.verification == "match" or length == 0
+
     def _differences(self, found: _Differences, got: Sequence[Completion], length: int) -> None:
-        match = self.engine.verification == "match"
+        match = self._claims_match(length)
         for case, a, b in zip(self.cases, got, self.plain, strict=True):
             found.rejected += a.decided()[1]
             same = _common(a.tokens, b.tokens)
@@ -180,7 +186,7 @@ class StreamAudit:
             if len(a.logprobs) != len(a.tokens):
                 found.add("log-probabilities", case, length, f"{len(a.logprobs)} values for {len(a.tokens)} tokens")
             elif same and (match or case.greedy):
-                off = np.abs(left - right)
+                off = np.abs(np.subtract(left, right, out=np.zeros(same), where=left != right))
                 at = int(np.argmax(np.where(np.isnan(off), np.inf, off)))
                 found.logprob = max(found.logprob, float(np.nan_to_num(off[at], nan=np.inf)))
                 if not off[at] <= (0.0 if self.engine.exact else self.tolerance):
@@ -220,7 +226,7 @@ class StreamAudit:
     # -- results ------------------------------------------------------------------------------------------------------
 
     def _findings(self, name: str, found: _Differences, samples: int, lengths: Sequence[int]) -> Iterator[Finding]:
-        match, exact = self.engine.verification == "match", self.engine.exact
+        match, exact = self._claims_match(max(lengths)), self.engine.exact
         case = "draft lengths " + ", ".join(map(str, lengths)) if name != OFF else "other batches"
 
         def finding(check: str, statistic: str, false_alarm: float = 0.0, problem: str = "", **more: Any) -> Finding:
@@ -247,14 +253,14 @@ class StreamAudit:
                 "; ".join([problem, *detail]) if problem else "",
             )
         elif match:
-            # Wrong drafts that were rejected: had each been accepted with probability x, some would have been seen.
-            bias = 1.0 - 0.01 ** (1.0 / found.rejected) if found.rejected else None
+            # Wrong drafts that were rejected: had each been accepted with probability x, one would have been seen.
+            bias = 1.0 - (1.0 - self.power) ** (1.0 / found.rejected) if found.rejected else None
             yield finding(
                 "streams",
                 f"{found.count('streams')} of {samples} samples differ; {found.rejected:,} drafts were rejected",
                 smallest_bias=bias,
             )
-        elif name != OFF:
+        else:
             yield finding("streams", f"{found.count('streams')} of {samples} samples differ between two equal runs")
         to_plain = f"to the run without drafts {found.logprob:.2g} (allowed {0 if exact else self.tolerance:g}), "
         yield finding(
