@@ -72,6 +72,11 @@ def resolve_model(name_or_path: str, progress: Progress | None = None) -> Path |
     )
 
 
+def is_made(name: str, cache_dir: Path | None = None) -> bool:
+    """Whether the model of this name is complete in the cache, so that `resolve_model` need not make it."""
+    return _is_complete((cache_dir or _cache_root()) / "models" / name)
+
+
 def smollm2_135m(cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
     """The directory of SmolLM2-135M-Instruct in bfloat16, with tokenizer and chat template. Making it takes a minute.
 

@@ -1,0 +1,126 @@
+"""`longtail spec`: audits speculative decoding. Heavy imports happen inside the commands, so that --help is quick."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from longtail.bench.spec_audit import AuditReport
+
+app = typer.Typer(no_args_is_help=True, help="Speculative decoding: is it lossless?")
+console = Console(stderr=True)
+ENGINES = ("native", "vllm")
+
+
+@app.callback()
+def spec() -> None:
+    """A group, also while it has a single command."""
+
+
+@app.command()
+def audit(
+    engine: Annotated[str, typer.Option(help="native, or vllm")] = "native",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="tiny (random, made on the spot), a name, a directory or a hub id",
+            show_default="smollm2-135m if it has been made, else tiny",
+        ),
+    ] = None,
+    drafter: Annotated[
+        str,
+        typer.Option(help="Comma-separated: the engine's by name, and the audit's own (likely: often right; unlikely)"),
+    ] = "ngram,group,likely,unlikely",
+    numerics: Annotated[str, typer.Option(help="exact: bits are compared; fast: up to rounding")] = "exact",
+    seconds: Annotated[float, typer.Option(help="Time for the whole audit")] = 120.0,
+    effect: Annotated[float, typer.Option(help="Bias to be found: wrong drafts accepted with this probability")] = 0.02,
+    false_alarm: Annotated[float, typer.Option(help="Probability that an engine without fault fails")] = 1e-6,
+    tolerance: Annotated[float, typer.Option(help="What rounding may do to a log-probability")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and samples")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads", show_default="all; 1 for tiny")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as the last line of stdout")] = False,
+) -> None:
+    """Prove or refute that drafting changes nothing: greedy equality, streams, log-probabilities, ends, and the exact
+    distribution by chi-square. Status 1 if it changes something."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
+    if numerics not in ("exact", "fast"):
+        raise ValueError(f"numerics must be exact or fast, not {numerics!r}")
+    from longtail.bench import spec_audit
+
+    config = spec_audit.AuditConfig(
+        drafters=spec_audit.parse_names("drafter", drafter),
+        seconds=seconds,
+        effect=effect,
+        false_alarm=false_alarm,
+        tolerance=tolerance,
+        seed=seed,
+    )
+    if engine == "vllm":
+        raise ValueError(
+            "engine vllm: the audit of vLLM comes with the vLLM engine, which this version does not have; use native"
+        )
+    with console.status("loading the model") as status:
+        subject, reference = _native(model, numerics, threads)
+        report = spec_audit.audit(subject, reference, config, progress=lambda text: status.update(text))
+    console.print(spec_audit.table(report))
+    for sentence in spec_audit.sentences(report):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    _write(report, out, as_json)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _native(model: str | None, numerics: str, threads: int | None) -> tuple[Any, Any]:
+    from longtail.bench.models import is_made, resolve_model
+    from longtail.bench.spec_audit_engine import native_engine, tiny_model
+    from longtail.bench.spec_audit_reference import ModelReference
+
+    if model is None:
+        model = "smollm2-135m" if is_made("smollm2-135m") else "tiny"
+    console.print(f"model {model}, numerics {numerics}", style="dim", highlight=False)
+    if model == "tiny":
+        loaded, tokenizer = tiny_model()
+    else:
+        loaded, tokenizer = _load(str(resolve_model(model)))
+    tiny = model == "tiny"
+    threads = 1 if tiny and threads is None else threads
+    subject = native_engine(
+        loaded,
+        tokenizer,
+        numerics=numerics,  # type: ignore[arg-type]
+        slots=128 if tiny else 32,
+        threads=threads,
+    )
+    return subject, ModelReference(loaded)
+
+
+def _load(source: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    try:
+        return loaded, AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ImportError) as error:
+        console.print(f"stop strings are not audited: {source} has no tokenizer ({error})", highlight=False)
+        return loaded, None
+
+
+def _write(report: AuditReport, out: Path | None, as_json: bool) -> None:
+    if out is None and not as_json:
+        return
+    from longtail.bench.machine import describe
+
+    found = report.as_json() | {"machine": describe()}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1))
+    if as_json:
+        print(json.dumps(found))
