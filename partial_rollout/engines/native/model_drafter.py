@@ -177,17 +177,17 @@ class DecoderDrafter:
             # Earlier ones go first; those behind have not got what they need for this call.
             behind = [asked[j] for j in reversed(known) if j > i]
             guesses[i] = self._guess(held, requests[i].max_tokens, asked, behind)
-        computing = {g.held.seq.sample.group_id for g in guesses if g is not None and _computes_prompt(g.held)}
+        computing = {g.held.seq.sample.group_id for g in guesses if g is not None and self._computes_prompt(g.held)}
         for i, request in enumerate(requests):
             group = request.sample.group_id
-            # A group's prompt is computed once: siblings wait for the first one's.
-            if i in known or request.max_tokens < 1 or (self.kv.prefix_caching and group in computing):
+            # The blocks of a group's prompt are computed once: siblings wait for the first one's.
+            if i in known or request.max_tokens < 1 or group in computing:
                 continue
             held = _Held(EngineSequence(request.sample))
             self.kv.attach(held.seq)
             self._held[asked[i]] = held
             guesses[i] = self._guess(held, request.max_tokens, asked, [])
-            if guesses[i] is not None and _computes_prompt(held):
+            if guesses[i] is not None and self._computes_prompt(held):
                 computing.add(group)
         return guesses
 
@@ -238,6 +238,12 @@ class DecoderDrafter:
                     return _Guess(held, length)
         self._release(seq.sample.id)
         return None
+
+    def _computes_prompt(self, held: _Held) -> bool:
+        """Whether blocks that its siblings could share are not computed yet."""
+        assert self.kv is not None
+        seq, size = held.seq, self.kv.block_size
+        return self.kv.prefix_caching and seq.num_computed_tokens < (len(seq.sample.prompt_ids) - 1) // size * size
 
     def _release(self, sample_id: str) -> None:
         assert self.kv is not None
@@ -401,7 +407,3 @@ def distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:
         greedy[int(logits.argmax())] = 1.0
         return greedy
     return torch.softmax(logits / temperature, dim=-1)
-
-
-def _computes_prompt(held: _Held) -> bool:
-    return held.seq.num_computed_tokens < len(held.seq.sample.prompt_ids) - 1
