@@ -205,18 +205,22 @@ def test_a_resumed_sample_is_caught_up_with(make_engine: EngineMaker, monkeypatc
     assert_same(again, want)
     assert known >= 60
     assert sum(rows) <= 60 + 3
-    # One of the same id with other tokens is not taken for it.
-    (other,) = group("a", prompt(30, 1), max_tokens=20).samples
-    expected = generate(make_engine(), group("a", prompt(30, 1), max_tokens=20))[0]
-    (sample,) = group("a", prompt(30), max_tokens=100).samples
-    run(engine, [sample], until=40)
-    engine.pause()
-    before = engine.stats()
-    step_all(engine, [other])
-    assert_same(other, expected)
-    after = engine.stats()
-    drafted = after.num_draft_tokens - before.num_draft_tokens
-    assert drafted == after.num_accepted_tokens - before.num_accepted_tokens > 0
+    # One of the same id with other tokens, in the prompt or behind it, is not taken for it.
+    for ids, seed in ((prompt(30, 1), 7), (prompt(30), 8)):
+        (other,) = group("a", ids, max_tokens=60, seed=seed).samples
+        expected = generate(make_engine(), group("a", ids, max_tokens=60, seed=seed))[0]
+        run(elsewhere, [other], until=50)
+        elsewhere.pause()
+        other.snapshot = None
+        (sample,) = group("a", prompt(30), max_tokens=100).samples
+        run(engine, [sample], until=40)
+        engine.pause()
+        before = engine.stats()
+        step_all(engine, [other])
+        assert_same(other, expected)
+        after = engine.stats()
+        drafted = after.num_draft_tokens - before.num_draft_tokens
+        assert drafted == after.num_accepted_tokens - before.num_accepted_tokens > 0
 
 
 def test_tight_memory_means_fewer_drafts(make_engine: EngineMaker) -> None:
@@ -284,7 +288,7 @@ def test_across_updates_of_the_weights(make_engine: EngineMaker) -> None:
         if isinstance(drafter, ModelDrafter):
             drafter.load_weights(weights)
             drafter.check_integrity()
-        step_all(engine, samples)
+        step_all(engine)
         for i, (sample, cut) in enumerate(zip(samples, cuts, strict=True)):
             undrafted = make_engine()
             (want,) = group(f"g{i}", prompt(9, i), max_tokens=90).samples

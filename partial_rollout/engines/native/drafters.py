@@ -53,7 +53,7 @@ def _by_name(choice: str, target: Target) -> Drafter:
                 layers = [int(part) for part in detail.split(",")]
             except ValueError as error:
                 raise ValueError(
-                    f'drafter: {name!r} names no layers; write for example "self:0,2,4", or "self" for every second one'
+                    f'drafter: {name!r} names no layers; write for example "self:0,2,4", or "self" for the first half'
                 ) from error
             made[name] = SelfDrafter(layers)
         elif kind == "model":

@@ -373,7 +373,8 @@ class SelfDrafter(DecoderDrafter):
     """Some of the target's own layers, its final norm and its head (Zhang et al. 2023, "Draft & Verify: lossless large
     language model acceleration via self-speculative decoding"). Shares the target's weights and follows its updates.
 
-    layers: indices of those that run; None: every second one, from the first.
+    layers: indices of those that run; None: the first half. (Of SmolLM2-135M's 30 layers the first 15 agree with the
+    model on 12 % of its tokens, every second one on 2 %: a model that was not trained for it bears little skipping.)
     """
 
     def __init__(
@@ -386,7 +387,7 @@ class SelfDrafter(DecoderDrafter):
 
     def bind(self, target: Target) -> None:
         count = len(target.decoder.spec.layers)
-        self._chosen = tuple(range(0, count, 2)) if self.layers is None else self.layers
+        self._chosen = tuple(range((count + 1) // 2)) if self.layers is None else self.layers
         if self._chosen[-1] >= count:
             raise ValueError(f"drafter {self.name}: layers names {self._chosen[-1]}, the target has {count} layers")
         self._target, self._weights = target, target.kv.fingerprint
