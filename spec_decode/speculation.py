@@ -84,6 +84,10 @@ class Speculation:
                 if opened and opened[-1][0] == position:  # made for a step that came to nothing
                     opened.pop()
                 opened.append((position, draft, 0))
+            if draft.distributions is not None:
+                # What tells of the tokens that were drawn may not decide which of them are verified: those that are cut
+                # off would be made up for by the target's own ones, and come less often than they should.
+                draft.probs = None
         self.plan = self.controller.plan(self.acceptance.estimate(drafts), batch, context, prefill, asked)
         for i, draft, length in zip(chosen, drafts, self.plan.lengths, strict=True):
             out[i] = draft.cut(length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +25,12 @@ from longtail.bench.spec_audit_engine import TINY_VOCAB, Completion, EngineUnder
 from longtail.bench.spec_audit_reference import ModelReference, distribution, ends, outcome_tree
 from longtail.bench.spec_audit_streams import Finding, end_problem
 from longtail.kernels.sample import process_logits
-from longtail.partial_rollout.engines.native import stepper
+from longtail.kernels.verify import verify_drafts
+from longtail.partial_rollout.engines.native import verification
 from longtail.partial_rollout.engines.native.sampler import Position, Sampler
 from longtail.partial_rollout.engines.native.stepper import Stepper
+from longtail.partial_rollout.engines.native.verification import Verdict
+from longtail.version import PolicyVersion
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EOS = (2,)
@@ -196,18 +200,17 @@ def test_blames_the_engine_if_it_is_wrong_without_drafts(toy: MakeToy, reference
 def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each rejected draft is emitted after all with probability 2 %, and the rows after it are verified on."""
     rng = np.random.default_rng(0)
-    original = stepper._accepted
+    original = verify_drafts
 
-    def planted(sampled: list, tokens: np.ndarray) -> list[int]:
-        row = 0
-        for item in sampled:
-            for i, draft in enumerate(item.drafts):
-                if tokens[row + i] != draft and rng.random() < 0.02:
-                    tokens[row + i] = draft
-            row += len(item.drafts) + 1
-        return original(sampled, tokens)
+    def planted(drafts: torch.Tensor, sampled: torch.Tensor, cu_drafts: torch.Tensor) -> Any:
+        starts = cu_drafts.tolist()
+        for i, (start, stop) in enumerate(itertools.pairwise(starts)):
+            for j in range(start, stop):  # row j + i verifies draft j
+                if sampled[j + i] != drafts[j] and rng.random() < 0.02:
+                    sampled[j + i] = drafts[j]
+        return original(drafts, sampled, cu_drafts)
 
-    monkeypatch.setattr(stepper, "_accepted", planted)
+    monkeypatch.setattr(verification, "verify_drafts", planted)
     yield
 
 
@@ -240,7 +243,7 @@ def test_catches_wrong_drafts_accepted_in_fast_numerics(
 def test_catches_a_temperature_ignored_for_drafts(
     native: EngineUnderAudit, reference: ModelReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Sampler._batch
+    original = Sampler.batch
 
     def planted(self: Sampler, positions: list[Position]) -> Any:
         batch = original(self, positions)
@@ -248,7 +251,7 @@ def test_catches_a_temperature_ignored_for_drafts(
         batch.temperatures = np.where(ahead, 1.0, batch.temperatures)
         return batch
 
-    monkeypatch.setattr(Sampler, "_batch", planted)
+    monkeypatch.setattr(Sampler, "batch", planted)
     report = audit(native, reference, dataclasses.replace(QUICK, cases=("temperature 0.5",)))
     assert {"streams", "greedy", "log-probabilities", "distribution"} <= checks(report)
     assert all(f.drafter != "off" for f in failed(report))
@@ -259,14 +262,14 @@ def test_catches_a_token_after_the_end(
 ) -> None:
     original = Stepper._commit
 
-    def planted(self: Stepper, outcome: Any, tokens: np.ndarray, logprobs: np.ndarray, *rest: Any) -> None:
-        original(self, outcome, tokens, logprobs, *rest)
-        left = len(tokens) - outcome.emitted
+    def planted(self: Stepper, outcome: Any, verdict: Verdict, version: PolicyVersion) -> None:
+        original(self, outcome, verdict, version)
+        left = len(verdict.tokens) - outcome.emitted
         if outcome.end is not None and left:
             sample, seq = outcome.seq.sample, outcome.seq
             i = outcome.emitted
-            sample.append(int(tokens[i]), float(logprobs[i]), rest[-1], self.engine, seq.kv)
-            seq.token_ids.append(int(tokens[i]))
+            sample.append(verdict.tokens[i], verdict.logprobs[i], version, self.engine, seq.kv)
+            seq.token_ids.append(verdict.tokens[i])
 
     monkeypatch.setattr(Stepper, "_commit", planted)
     report = audit(native, reference, SAMPLE_BY_SAMPLE)
@@ -279,10 +282,11 @@ def test_catches_a_wrong_logprob_of_the_bonus_token(
 ) -> None:
     original = Stepper._commit
 
-    def planted(self: Stepper, outcome: Any, tokens: np.ndarray, logprobs: np.ndarray, *rest: Any) -> None:
-        if len(logprobs) > 3:
-            logprobs = np.append(logprobs[:-1], np.nextafter(logprobs[-1], np.float32(1.0)))  # by a single bit
-        original(self, outcome, tokens, logprobs, *rest)
+    def planted(self: Stepper, outcome: Any, verdict: Verdict, version: PolicyVersion) -> None:
+        if len(verdict.logprobs) > 3:
+            wrong = float(np.nextafter(np.float32(verdict.logprobs[-1]), np.float32(1.0)))  # by a single bit
+            verdict = dataclasses.replace(verdict, logprobs=[*verdict.logprobs[:-1], wrong])
+        original(self, outcome, verdict, version)
 
     monkeypatch.setattr(Stepper, "_commit", planted)
     report = audit(native, reference, SAMPLE_BY_SAMPLE)

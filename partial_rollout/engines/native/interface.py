@@ -8,7 +8,10 @@ as the attention interface is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import functools
+import types
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -146,6 +149,48 @@ def _attention(
     return out[None], None
 
 
+def _with_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """A model of the same parameters that has these layers only."""
+    config = copy.copy(model.config)
+    for name, value in vars(model.config).items():
+        if isinstance(value, list) and len(value) == model.config.num_hidden_layers:  # layer_types and their like
+            setattr(config, name, [value[i] for i in layers])
+    config.num_hidden_layers = len(layers)
+    part, base = _twin(model), _twin(model.base_model)
+    base.layers = nn.ModuleList(_numbered(model.base_model.layers[i], n) for n, i in enumerate(layers))
+    part.config = base.config = config
+    setattr(part, model.base_model_prefix, base)
+    return part
+
+
+def _twin(module: Any) -> Any:
+    """A copy whose submodules can be exchanged; they and the parameters are the same."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    for name, value in list(vars(twin).items()):
+        if isinstance(value, functools.partial | types.MethodType):  # methods that were replaced
+            twin.__dict__[name] = _rebound(value, module, twin)
+    return twin
+
+
+def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
+    """A bound method, or a partial with such in its arguments, as `new` has it."""
+    if isinstance(value, functools.partial):
+        return functools.partial(value.func, *(_rebound(a, old, new) for a in value.args), **value.keywords)
+    if isinstance(value, types.MethodType) and value.__self__ is old:
+        return types.MethodType(value.__func__, new)
+    return new if value is old else value
+
+
+def _numbered(module: Any, layer: int) -> Any:
+    """A layer on the same parameters that keeps what it keeps as the layer of this index."""
+    twin = _twin(module)
+    if hasattr(twin, "layer_idx"):
+        twin.layer_idx = layer
+    twin._modules = {name: child and _numbered(child, layer) for name, child in module._modules.items()}
+    return twin
+
+
 class Replaced(NamedTuple):
     """Modules that hold packed copies of weights, by name."""
 
@@ -227,6 +272,12 @@ class InterfaceDecoder:
                 projection.load(weights[f"{name}.weight"])
             if self._functions is not None:
                 self._functions.load()
+
+    def subset(self, layers: Sequence[int]) -> InterfaceDecoder:
+        part = copy.copy(self)
+        part.spec = self.spec.subset(layers)
+        part.model = _with_layers(self.model, layers)
+        return part
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
