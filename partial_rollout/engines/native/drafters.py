@@ -22,11 +22,6 @@ def speculate(
     clock: Callable[[], float],
 ) -> Speculation:
     """See `NativeEngine.use_drafter`."""
-    if target.kv.states is not None:
-        raise ValueError(
-            "drafter: the model has layers with a recurrent or convolutional state, which cannot be rolled back when a "
-            "draft is rejected; use drafter=None"
-        )
     return Speculation(
         _bound(choice, target),
         row_multiple=target.rule.multiple,
