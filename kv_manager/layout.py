@@ -70,27 +70,29 @@ class Layout(NamedTuple):
 def split_blocks(budget: int, layouts: tuple[Layout, ...], longest: int, max_num_seqs: int, max_rows: int) -> list[int]:
     """How many blocks each paged group gets of `budget` bytes.
 
-    A group with a window gets what max_num_seqs sequences can hold there (max_rows: tokens of a pass, which stand
-    beside the windows until it is over), the others share the rest so that they hold equally many tokens. ValueError,
-    if not one sequence of `longest` tokens fits."""
+    Every group gets what one sequence of `longest` tokens needs there, ValueError if that does not fit. Then all grow
+    to equally many blocks, a group with a window at most to what max_num_seqs sequences can hold there (max_rows:
+    tokens of a pass, which stand beside the windows until it is over)."""
     size = layouts[0].block_size
     blocks = -(-longest // size)
     most = [_most_blocks(layout, blocks, max_num_seqs, max_rows) for layout in layouts]
     least = [_most_blocks(layout, blocks, 1, max_rows) for layout in layouts]
-    # The largest number of blocks n that fits, each group having n of them or all that it can use.
-    low, high = 0, max(budget // min(layout.block_bytes for layout in layouts), 1)
-    while low < high:
-        n = (low + high + 1) // 2
-        fits = sum(min(n, m) * layout.block_bytes for layout, m in zip(layouts, most, strict=True)) <= budget
-        low, high = (n, high) if fits else (low, n - 1)
-    counts = [int(min(low, m)) for m in most]
-    if any(count < n for count, n in zip(counts, least, strict=True)):
-        needed = sum(n * layout.block_bytes for layout, n in zip(layouts, least, strict=True))
+    needed = int(sum(n * layout.block_bytes for layout, n in zip(layouts, least, strict=True)))
+    if needed > budget:
         raise ValueError(
             f"kv_cache_bytes leaves {budget} bytes for blocks, but one sample of max_model_len {longest} needs "
             f"{blocks} blocks or {needed} bytes; raise kv_cache_bytes or lower max_model_len"
         )
-    return counts
+
+    def counts(n: int) -> list[int]:
+        return [int(max(min(n, m), one)) for m, one in zip(most, least, strict=True)]
+
+    low, high = 0, budget // min(layout.block_bytes for layout in layouts)
+    while low < high:  # the largest n that fits
+        n = (low + high + 1) // 2
+        size = sum(count * layout.block_bytes for layout, count in zip(layouts, counts(n), strict=True))
+        low, high = (n, high) if size <= budget else (low, n - 1)
+    return counts(low)
 
 
 def _most_blocks(layout: Layout, blocks: int, max_num_seqs: int, max_rows: int) -> float:

@@ -11,6 +11,7 @@ It hands out drafts and takes in what became of them. Verification, and the KV o
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,9 +23,16 @@ from longtail.spec_decode.metrics import Counts
 from longtail.spec_decode.step_cost import StepCost
 
 
+class DrafterDropped(UserWarning):
+    """A drafter raised, or gave what is no draft."""
+
+
 class Speculation:
     """row_multiple: see `StepCost`. match: verification is by match, so that drafts can be judged unverified; False for
-    rejection sampling. clock: seconds. Drafts are paths."""
+    rejection sampling. vocab_size: ids of drafts are below it. clock: seconds. Drafts are paths.
+
+    Drafts cannot change a token, so a drafter that fails cannot end a run: it is dropped with the warning
+    `DrafterDropped`, and `failure` (in the report too) says why."""
 
     def __init__(
         self,
@@ -34,10 +42,14 @@ class Speculation:
         controller: Controller | ControllerConfig | None = None,
         acceptance: AcceptanceConfig | None = None,
         match: bool = True,
+        vocab_size: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter = drafter
         self.match = match
+        self.vocab_size = vocab_size
+        self.failure: str | None = None
+        """Why the drafter was dropped, if it was."""
         self.now = clock
         if isinstance(controller, Controller):
             self.controller, self.cost = controller, controller.cost
@@ -65,7 +77,7 @@ class Speculation:
         self._draft_seconds, self._drafted_for, self.plan = 0.0, 0, None
         out = [Draft([], self.drafter.name) for _ in samples]
         batch = len(samples)
-        asked = self.controller.ask(batch, context, prefill) if any(room) else 0
+        asked = self.controller.ask(batch, context, prefill) if any(room) and self.failure is None else 0
         if not asked:
             return out
         start = self.now()
@@ -75,10 +87,12 @@ class Speculation:
             chosen = [(self._turn + i) % batch for i in range(asked)]
             self._turn += asked
         requests = [DraftRequest(samples[i], max(min(room[i], most), 0)) for i in chosen]
-        drafts = self.drafter.propose(requests)
+        try:
+            drafts = [draft.cut(r.max_tokens) for r, draft in zip(requests, self._proposed(requests), strict=True)]
+        except Exception as error:
+            self._drop(error)
+            return out
         for request, draft in zip(requests, drafts, strict=True):
-            if draft.parents is not None:
-                raise ValueError(f"drafter {draft.drafter} drafts trees; the verification takes one path")
             if self.match and draft.tokens:
                 position, opened = len(request.sample.output_ids), self._open.setdefault(request.sample.id, [])
                 if opened and opened[-1][0] == position:  # made for a step that came to nothing
@@ -94,6 +108,32 @@ class Speculation:
         self._draft_seconds = self.now() - start
         self._drafted_for = sum(r.max_tokens > 0 for r in requests)
         return out
+
+    def _proposed(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """ValueError for what is not a draft for each request."""
+        drafts = self.drafter.propose(requests)
+        if not isinstance(drafts, list) or len(drafts) != len(requests):
+            raise ValueError(f"propose must give a list of {len(requests)} drafts, one a request, not {drafts!r:.200}")
+        for draft in drafts:
+            if not isinstance(draft, Draft):
+                raise ValueError(f"propose must give Drafts, not {draft!r:.200}")
+            if draft.parents is not None:
+                raise ValueError("it drafts trees (parents), and the verification takes one path")
+            tokens = draft.tokens
+            if not isinstance(tokens, list) or not all(
+                type(t) is int and t >= 0 and (self.vocab_size is None or t < self.vocab_size) for t in tokens
+            ):
+                limit = "" if self.vocab_size is None else f" below {self.vocab_size}"
+                raise ValueError(f"tokens must be a list of ids from 0{limit}, not {tokens!r:.200}")
+            for name in ("probs", "distributions"):
+                value = getattr(draft, name)
+                if value is not None and len(value) != len(tokens):
+                    raise ValueError(f"{name} has {len(value)} entries for {len(tokens)} tokens; give one a token")
+        return drafts
+
+    def _drop(self, error: Exception) -> None:
+        self.failure = f"drafter {self.drafter.name} was dropped, drafting is off: {error!r}"
+        warnings.warn(DrafterDropped(self.failure), stacklevel=3)
 
     def done(
         self,
@@ -140,12 +180,20 @@ class Speculation:
     def observe(self, sample: Sample, num_new: int) -> None:
         """Tokens that `done` was not told of: the first one after a prompt, those of a sample that comes in."""
         self._judge(sample)
-        self.drafter.observe(sample, num_new)
+        if self.failure is None:
+            try:
+                self.drafter.observe(sample, num_new)
+            except Exception as error:
+                self._drop(error)
 
     def forget(self, sample_id: str) -> Counts:
         """The sample is done, or leaves. -> what drafting did for it since it came."""
         self._open.pop(sample_id, None)
-        self.drafter.forget(sample_id)
+        if self.failure is None:
+            try:
+                self.drafter.forget(sample_id)
+            except Exception as error:
+                self._drop(error)
         return self._by_sample.pop(sample_id, Counts())
 
     def weights_updated(self, version: int) -> None:
@@ -196,6 +244,7 @@ class Speculation:
         return {
             "drafters": drafters,
             "batches": batches,
+            "failure": self.failure,
             "won_seconds": self.controller.balance,
             "elapsed_seconds": self.controller.elapsed,
         }

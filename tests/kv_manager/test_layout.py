@@ -33,6 +33,20 @@ def test_less_than_one_sample_is_an_error_that_says_how_much_it_takes() -> None:
         split_blocks(2048 * 6, (FULL,), 100, 8, 512)
 
 
+@pytest.mark.parametrize("window", [1, 20, 300])
+@pytest.mark.parametrize("max_num_seqs", [1, 8, 64])
+def test_the_budget_that_the_message_names_is_enough(window: int, max_num_seqs: int) -> None:
+    """And a byte less is not, whatever the mix."""
+    for layouts in [(FULL,), (FULL, WINDOWED._replace(window=window)), (WINDOWED._replace(window=window),)]:
+        with pytest.raises(ValueError, match="needs") as refused:
+            split_blocks(1, layouts, 1000, max_num_seqs, 64)
+        enough = int(str(refused.value).split(" bytes; raise")[0].split()[-1])
+        counts = split_blocks(enough, layouts, 1000, max_num_seqs, 64)
+        assert sum(n * layout.block_bytes for n, layout in zip(counts, layouts, strict=True)) == enough
+        with pytest.raises(ValueError, match="raise kv_cache_bytes"):
+            split_blocks(enough - 1, layouts, 1000, max_num_seqs, 64)
+
+
 def test_a_window_gets_what_its_sequences_can_hold_and_no_more() -> None:
     """A window of 20 stands in at most 3 blocks of 16 (1 + 16 + 3): 4 sequences hold 12, a pass of 32 rows 2 more."""
     assert split_blocks(14 * 4096 + 500 * 2048, (FULL, WINDOWED), 1000, 4, 32) == [500, 14]

@@ -9,18 +9,21 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, group, make_model, prompt, run
-from tests.partial_rollout.drafters import NAMES, drafter
+from tests.partial_rollout.conftest import VOCAB, EngineMaker, assert_same, generate, group, make_model, prompt, run
+from tests.partial_rollout.drafters import NAMES, Oracle, drafter
 from tests.partial_rollout.test_windows import make_model as make_windowed
 
 from longtail import Group, NativeEngine, Rollout, TokenBudget
 from longtail.events import Event
 from longtail.sample import Sample
 from longtail.spec_decode.controller import FixedLength
+from longtail.spec_decode.drafter import Draft
+from longtail.spec_decode.speculation import DrafterDropped
 
 LENGTH = 40
 PARAMS: list[dict[str, Any]] = [
@@ -256,6 +259,69 @@ def test_a_fault_in_a_draft_that_is_reached_fails_the_sample_there(make_engine: 
     assert got.failure is not None
     assert got.failure.startswith("sampling output token 3: the logits have NaN")
     assert got.output_ids == want.output_ids[:3]
+
+
+class Broken(Oracle):
+    """fault: what it does in its third proposal; or the call that raises there."""
+
+    def __init__(self, fault: Any) -> None:
+        super().__init__({}, 1.0)
+        self.name, self.fault, self.calls = "broken", fault, 0
+
+    def propose(self, requests: Any) -> Any:
+        self.calls += 1
+        drafts = super().propose(requests)
+        return self.fault(drafts) if self.calls >= 3 and callable(self.fault) else drafts
+
+    def observe(self, sample: Sample, num_new: int) -> None:
+        if self.fault == "observe" and self.calls >= 3:
+            raise RuntimeError("in observe")
+
+    def forget(self, sample_id: str) -> None:
+        if self.fault == "forget":
+            raise RuntimeError("in forget")
+
+
+def _raise(drafts: Any) -> Any:
+    raise RuntimeError("in propose")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (_raise, "in propose"),
+        ("observe", "in observe"),
+        ("forget", "in forget"),
+        (lambda drafts: None, "list of 2 drafts"),
+        (lambda drafts: drafts[:1], "list of 2 drafts"),
+        (lambda drafts: [*drafts, drafts[0]], "list of 2 drafts"),
+        (lambda drafts: [None, *drafts[1:]], "must give Drafts"),
+        (lambda drafts: [Draft([VOCAB], "x"), *drafts[1:]], f"below {VOCAB}"),
+        (lambda drafts: [Draft([-1], "x"), *drafts[1:]], "ids from 0"),
+        (lambda drafts: [Draft([1.0], "x"), *drafts[1:]], "ids from 0"),  # type: ignore[list-item]
+        (lambda drafts: [Draft(np.array([1, 2]), "x"), *drafts[1:]], "a list of ids"),  # type: ignore[arg-type]
+        (lambda drafts: [Draft([1, 2], "x", [0.5]), *drafts[1:]], "probs has 1 entries for 2"),
+        (lambda drafts: [Draft([1, 2], "x", None, [-1, 0]), *drafts[1:]], "trees"),
+    ],
+)
+def test_a_broken_drafter_is_dropped_and_the_run_goes_on(make_engine: EngineMaker, fault: Any, message: str) -> None:
+    want = generate(make_engine(), group("a", prompt(9), n=2, max_tokens=20))
+    engine = make_engine(drafter=Broken(fault), controller=FixedLength(2))
+    with pytest.warns(DrafterDropped, match=message):
+        got = generate(engine, group("a", prompt(9), n=2, max_tokens=20))
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+    assert engine.speculation is not None
+    assert "drafter broken was dropped" in engine.speculation.report()["failure"]
+
+
+def test_drafts_that_are_too_long_are_cut(make_engine: EngineMaker) -> None:
+    """Also where the model ends: position 63 of 64."""
+    engine = make_engine(max_model_len=64)
+    want = generate(engine, group("a", prompt(40), max_tokens=100))[0]
+    engine.use_drafter(Broken(lambda drafts: [Draft([5] * 300, "x") for _ in drafts]), FixedLength(4))
+    assert_same(generate(engine, group("a", prompt(40), max_tokens=100))[0], want)
+    assert engine.stats().num_draft_tokens <= 4 * len(want.output_ids)
 
 
 def test_bad_choices_are_refused(make_engine: EngineMaker) -> None:

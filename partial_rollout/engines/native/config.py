@@ -38,7 +38,7 @@ class NativeConfig:
     snapshot_encoding: SnapshotEncoding = "exact"
     """exact: a restored sample goes on with the same bits; int8, fp8: a quarter of the bytes, and it may leave the path
     it would have taken (its segments say "approximate"). int8 is closest where the numbers of a head are of one size,
-    fp8 where some are much larger than the others."""
+    fp8 where some are much larger than the others. Latents, states and routing are always exact."""
     logprobs_mode: LogprobsMode = "processed"
     """processed: under the distribution that was sampled from (after penalties, temperature, truncation); raw: under
     softmax of the model's logits."""

@@ -27,6 +27,7 @@ def speculate(
         row_multiple=target.rule.multiple,
         controller=controller,
         match=target.config.verification == "match",
+        vocab_size=target.decoder.spec.vocab_size,
         clock=clock,
     )
 

@@ -184,7 +184,7 @@ class NativeEngine:
                 sample.status = "waiting"
 
     def step(self) -> StepOutput:
-        """One forward pass over what the scheduler chose, and at most one new token per sequence.
+        """One forward pass over what the scheduler chose: a new token per sequence, with drafts perhaps several.
 
         If it raises (a listener, an interrupt), samples keep what they had, and the next step continues from there.
         """
@@ -428,7 +428,7 @@ class NativeEngine:
 
     def _leave_slot(self, seq: Sequence) -> None:
         assert seq.admitted_at is not None, seq.sample.id
-        self.stepper.routing.record(seq)
+        self.stepper.routing.record(seq, seq.num_computed_tokens)
         seq.sample.timings.running += self.now() - seq.admitted_at
         seq.admitted_at = None
 

@@ -97,6 +97,8 @@ def _row_invariant_norm(module: nn.Module) -> _RowInvariantRMSNorm | None:
     parameters = dict(module.named_parameters())
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or not isinstance(eps, float):
         return None
+    if hasattr(module, "group_size"):  # of groups, a gated one of a state layer: with one group it looks like RMSNorm
+        return None
     generator = torch.Generator().manual_seed(0)
     size = len(parameters["weight"])
     weight = torch.randn(size, generator=generator)

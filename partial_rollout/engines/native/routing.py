@@ -51,13 +51,14 @@ class RoutingRecorder:
             layout = self.kv.groups[self.group].layout
             sample.routed_experts = RoutedExperts(layout.layers, layout.dim)
 
-    def record(self, seq: Sequence) -> None:
-        """What is in the cache and not yet in the sample. The last token's routing is of no pass that counts."""
+    def record(self, seq: Sequence, num_tokens: int) -> None:
+        """What is in the cache, of the first num_tokens tokens, and not yet in the sample. The last token's routing is
+        of no pass that counts."""
         if self.group is None:
             return
         routed = seq.sample.routed_experts
         assert routed is not None, seq.sample.id
-        start, stop = len(routed), min(seq.num_computed_tokens, seq.num_tokens - 1)
+        start, stop = len(routed), min(num_tokens, seq.num_tokens - 1)
         if start < stop:
             size = self.kv.block_size
             slots = torch.tensor(self.kv.slots(seq, start, stop, self.group))

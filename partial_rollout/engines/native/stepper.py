@@ -4,8 +4,8 @@
           -> record the routing
 
 How drafts are verified is `verification`'s. What a rejected one leaves behind is KV at positions that count as not
-computed and are written again. A state cannot be cut: where a draft was rejected, the one before the pass stays, and
-the next pass computes the tokens that were accepted again.
+computed and are written again. A state cannot be cut: where a draft was rejected, a second pass computes the tokens
+that were accepted again, from the state before.
 """
 
 from __future__ import annotations
@@ -110,27 +110,42 @@ class Stepper:
         sample_end = self.now()
         for item in scheduled:
             if item.num_tokens < item.seq.num_uncomputed_tokens:
-                self.kv.advance(item.seq, item.num_tokens)
-                self.routing.record(item.seq)
+                self._advance(item.seq, item.num_tokens)
+        behind = []
         for item, outcome, verdict in zip(sampled, outcomes, verdicts, strict=True):
             # One sequence after the other, so that an interrupt leaves each as it was or done with.
             self._commit(outcome, verdict, version)
             outcome.accepted = min(verdict.accepted, outcome.emitted)
-            if self.kv.states is None or outcome.accepted == len(item.drafts):
-                self.kv.advance(item.seq, item.num_tokens + max(outcome.emitted - 1, 0))
-            self.routing.record(item.seq)
+            count = item.num_tokens + max(outcome.emitted - 1, 0)
+            lives_on = outcome.end is None and outcome.failure is None
+            if self.kv.states is not None and outcome.accepted < len(item.drafts) and lives_on:
+                self.routing.record(item.seq, item.seq.num_computed_tokens + count)
+                behind.append(Scheduled(item.seq, count))
+            else:
+                self._advance(item.seq, count)
             settle(outcome)
+        redo_start = self.now()
+        if behind:
+            batch = ForwardBatch.build(behind, self.kv, self.decoder.spec, self.rule, [])
+            self.decoder.forward(batch, self._cache)
+            for item in behind:
+                self._advance(item.seq, item.num_tokens)
+        model_seconds = model_end - model_start + self.now() - redo_start
         self._judge(decoding, drafts, outcomes, self.now() - start, prefill)
         return PassResult(
             outcomes,
-            num_tokens=first,
+            num_tokens=first + sum(item.num_tokens for item in behind),
             num_prefill_tokens=prefill,
             num_context_tokens=context,
             num_draft_tokens=sum(len(item.drafts) for item in scheduled),
             draft_seconds=self._draft_seconds,
-            model_seconds=model_end - model_start,
+            model_seconds=model_seconds,
             sample_seconds=sample_end - model_end,
         )
+
+    def _advance(self, seq: Sequence, num_tokens: int) -> None:
+        self.kv.advance(seq, num_tokens)
+        self.routing.record(seq, seq.num_computed_tokens)
 
     # -- drafts -------------------------------------------------------------------------------------------------------
 
