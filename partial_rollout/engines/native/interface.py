@@ -160,6 +160,17 @@ class InterfaceDecoder:
             elif (norm := _row_invariant_norm(module)) is not None:
                 setattr(model.get_submodule(parent), leaf, norm)
         model.config._attn_implementation = ATTENTION
+        self._given: torch.Tensor | None = None
+        self._output: Any = None
+        self._base = model.base_model
+        self._base_forward = self._base.forward
+        self._base.forward = self._or_given
+
+    def _or_given(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the forward of the model without its head, so that the head can run on hidden states alone."""
+        if self._given is None:
+            return self._base_forward(*args, **kwargs)  # the model's own use, not the engine's
+        return self._output(last_hidden_state=self._given[None])
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self._shapes)
@@ -177,12 +188,31 @@ class InterfaceDecoder:
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
+        return self.logits(self.hidden(batch, cache)[batch.logits_rows])
+
+    @torch.no_grad()
+    def hidden(self, batch: ForwardBatch, cache: Cache, embeds: torch.Tensor | None = None) -> torch.Tensor:
+        ids = {"input_ids": batch.input_ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
         with running(Forward(batch, cache, self.spec)):
-            out = self.model(
-                input_ids=batch.input_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                logits_to_keep=batch.logits_rows,
-            )
+            out = self._base_forward(**ids, position_ids=batch.positions[None], use_cache=False)
+        self._output = type(out)  # which other fields it has differs between models
+        hidden: torch.Tensor = out.last_hidden_state[0].float()
+        return hidden
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._given = hidden
+        try:  # the whole model's forward, for what it does with the logits (a scale, a soft cap)
+            out = self.model(input_ids=torch.zeros(1, len(hidden), dtype=torch.long), use_cache=False)
+        finally:
+            self._given = None
         logits: torch.Tensor = out.logits[0].float()
         return logits.contiguous()
+
+    @torch.no_grad()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.model.get_input_embeddings()(ids)
+        return embedded
+
+    def head_rows(self, ids: torch.Tensor) -> torch.Tensor | None:
+        return None
