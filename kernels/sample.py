@@ -36,6 +36,7 @@ __all__ = [
     "gumbel_noise",
     "philox_reference",
     "process_logits",
+    "processed_logits",
     "row_edits",
     "sample",
     "sample_reference",
@@ -91,20 +92,30 @@ def sample(
         return sample_triton(logits, batch, faults, in_place=in_place)
     if logits.device.type != "cpu" or logits.dtype != torch.float32:
         return sample_reference(logits, batch, faults)
-    rows, vocab = logits.shape
-    batch.check(rows, vocab)
-    processed = np.flatnonzero(batch.edited() | batch.filtered(vocab))
-    if len(processed):
-        apart = logits.stride(1) == 1 and logits.stride(0) >= vocab  # rows of an expanded tensor share memory
-        work = logits if in_place and apart else logits.clone(memory_format=torch.contiguous_format)
-    else:
-        work = logits
-    for i in processed.tolist():
-        _process_row(work[i].numpy(), batch, i)
+    rows = len(logits)
+    work = processed_logits(logits, batch, in_place=in_place)
     tokens, logprobs, status = np.empty(rows, np.int64), np.empty(rows, np.float32), np.zeros(rows, np.int32)
     temperatures = batch.temperatures.astype(np.float32, copy=False)
     _sample(work.numpy(), temperatures, batch.seeds, batch.positions, tokens, logprobs, status)
     return report_faults(tokens, logprobs, status, faults)
+
+
+def processed_logits(logits: torch.Tensor, batch: SampleBatch, *, in_place: bool = False) -> torch.Tensor:
+    """logits: float32 [B, V] on the CPU -> the same after each row's bans, penalties and filters, which exclude a token
+    by -inf; not divided by the temperature. It is `logits` itself where no row has any, or if `in_place` allows to work
+    in it. Raises ValueError naming the field if the batch does not fit the logits."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        raise ValueError(f"processed_logits: logits are {logits.dtype} on {logits.device}; pass float32 on the CPU")
+    rows, vocab = logits.shape
+    batch.check(rows, vocab)
+    found = np.flatnonzero(batch.edited() | batch.filtered(vocab))
+    if not len(found):
+        return logits
+    apart = logits.stride(1) == 1 and logits.stride(0) >= vocab  # rows of an expanded tensor share memory
+    work = logits if in_place and apart else logits.clone(memory_format=torch.contiguous_format)
+    for i in found.tolist():
+        _process_row(work[i].numpy(), batch, i)
+    return work
 
 
 def _process_row(row: np.ndarray, batch: SampleBatch, i: int) -> None:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from longtail.sample import Sample
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +41,10 @@ class Draft:
     parents: list[int] | None = None
     """None for one path. Else a tree: index of the token that each one follows, -1 for the sample's last token;
     parents stand before their children."""
+    distributions: torch.Tensor | None = None
+    """float32 [tokens, vocabulary]: what each token was drawn from, with noise that the target does not use; None if
+    nothing was drawn. Needed for verification by rejection, which makes a token the target's by what it was drawn from:
+    so whether a token is verified may depend on the tokens before it, but not on itself, nor on those behind it."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -51,6 +58,7 @@ class Draft:
             self.drafter,
             None if self.probs is None else self.probs[:length],
             None if self.parents is None else self.parents[:length],
+            None if self.distributions is None else self.distributions[:length],
         )
 
 

@@ -80,6 +80,10 @@ class Speculation:
                 raise ValueError(f"drafter {draft.drafter} drafts trees; the verification takes one path")
             if self.match and draft.tokens and request.sample.id not in self._open:
                 self._open[request.sample.id] = (len(request.sample.output_ids), draft)
+            if draft.distributions is not None:
+                # What tells of the tokens that were drawn may not decide which of them are verified: those that are cut
+                # off would be made up for by the target's own ones, and come less often than they should.
+                draft.probs = None
         self.plan = self.controller.plan(self.acceptance.estimate(drafts), batch, context, prefill, asked)
         for i, draft, length in zip(chosen, drafts, self.plan.lengths, strict=True):
             out[i] = draft.cut(length)

@@ -10,6 +10,7 @@ from longtail.kernels._numba import LANES
 LogprobsMode = Literal["processed", "raw"]
 KVOnUpdate = Literal["recompute", "keep"]
 SnapshotEncoding = Literal["exact", "int8"]
+VerificationMode = Literal["match", "rejection"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,10 @@ class NativeConfig:
     softmax of the model's logits."""
     kv_on_update: KVOnUpdate = "recompute"
     """After a weight update: compute unfinished samples' KV again, or keep what older weights made."""
+    verification: VerificationMode = "match"
+    """How drafts are verified. match: a draft is accepted where it equals the token that the target samples there; a
+    sample is the same with any drafter or none. rejection: more drafts of a model are accepted (the most that is
+    possible), and samples have the same distribution; which one comes depends on the drafts, their number included."""
     fused: bool | None = None
     """None: the fused path where the architecture is known, else transformers' attention interface; False forces the
     latter."""
@@ -53,6 +58,7 @@ class NativeConfig:
             "snapshot_encoding": ("exact", "int8"),
             "logprobs_mode": ("processed", "raw"),
             "kv_on_update": ("recompute", "keep"),
+            "verification": ("match", "rejection"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

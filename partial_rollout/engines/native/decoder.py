@@ -8,8 +8,9 @@ forward pass when they are loaded, so an architecture that they would get wrong 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -61,6 +62,11 @@ class Decoder(Protocol):
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names (as in the model's state_dict) and shapes of what `load_weights` takes."""
+        ...
+
+    def subset(self, layers: Sequence[int]) -> Decoder:
+        """The model with these layers only, in this order, on the same memory. It takes no weights, and does not follow
+        when this decoder gets others."""
         ...
 
 
@@ -148,6 +154,13 @@ class FusedDecoder:
         lm_head = linear("lm_head" if "lm_head.weight" in self._shapes else "model.embed_tokens")
         # All or nothing: an error above leaves the old weights in place.
         self.layers, self.embedding, self.norm, self.lm_head = layers, embedding, norm, lm_head
+
+    def subset(self, layers: Sequence[int]) -> FusedDecoder:
+        part = copy.copy(self)
+        part.spec = self.spec.subset(layers)
+        part.layers = [self.layers[i] for i in layers]
+        part.variants = [self.variants[i] for i in layers]
+        return part
 
     def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
         x = self._layers(batch, cache, self.embed(batch.input_ids))

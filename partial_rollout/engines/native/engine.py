@@ -30,13 +30,15 @@ from longtail.partial_rollout.engines.native import loader
 from longtail.partial_rollout.engines.native.admission import Admission
 from longtail.partial_rollout.engines.native.cache import make_kv
 from longtail.partial_rollout.engines.native.config import NativeConfig
+from longtail.partial_rollout.engines.native.drafters import speculate
 from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_sample
 from longtail.partial_rollout.engines.native.scheduler import Scheduled, Scheduler
 from longtail.partial_rollout.engines.native.stepper import Outcome, Stepper
+from longtail.partial_rollout.engines.native.target import Target
+from longtail.partial_rollout.engines.native.verification import verification
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
 from longtail.sequence import Sequence
-from longtail.spec_decode.choice import make_drafter
 from longtail.spec_decode.controller import Controller, ControllerConfig
 from longtail.spec_decode.drafter import Drafter
 from longtail.spec_decode.speculation import Speculation
@@ -120,7 +122,7 @@ class NativeEngine:
             self.decoder,
             self.kv,
             self.row_rule,
-            Sampler(spec.eos_token_ids, config.logprobs_mode == "raw"),
+            verification(config.verification, Sampler(spec.eos_token_ids, config.logprobs_mode == "raw")),
             engine=name,
             max_model_len=self.max_model_len,
             max_rows=config.max_num_batched_tokens,
@@ -318,23 +320,17 @@ class NativeEngine:
     def use_drafter(
         self, drafter: str | Drafter | None, controller: Controller | ControllerConfig | None = None
     ) -> None:
-        """Drafts from here on with this drafter ("ngram", "group", "group>ngram": the first that has something to say,
-        or an object); None: no drafts. Not one token depends on it, nor on when it changes. controller: how many
-        drafts (`spec_decode/controller.py`). ValueError for a name that is not known, and for a model that keeps a
-        state: that cannot be rolled back."""
+        """Drafts from here on with this drafter ("ngram", "group", "self", "model:DIRECTORY", "group>self": the first
+        that has something to say, or an object); None: no drafts. Not one token depends on it, nor on when it changes
+        (verified by rejection: no distribution does). controller: how many drafts (`spec_decode/controller.py`).
+        ValueError for a name that is not known, for a drafter that does not fit the model, and for a model that keeps
+        a state: that cannot be rolled back."""
         with self._lock:
             if drafter is None:
                 self.stepper.speculation = None
                 return
-            if self.kv.states is not None:
-                raise ValueError(
-                    "drafter: the model has layers with a recurrent or convolutional state, which cannot be rolled "
-                    "back when a draft is rejected; use drafter=None"
-                )
-            chosen = make_drafter(drafter) if isinstance(drafter, str) else drafter
-            self.stepper.speculation = Speculation(
-                chosen, row_multiple=self.row_rule.multiple, controller=controller, clock=self.now
-            )
+            target = Target(self.decoder, self.row_rule, self.kv, self.config, self.max_model_len)
+            self.stepper.speculation = speculate(drafter, target, controller, self.now)
 
     def reset_prefix_cache(self) -> None:
         """Forgets what finished sequences left behind, so that a measurement does not live on an earlier one's work."""

@@ -7,7 +7,8 @@ linear layers, RMSNorms, SiLU and GELU (tanh) activations are replaced by row-in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,6 +137,36 @@ def _attention(
     return out[None], None
 
 
+def _with_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """A model of the same parameters that has these layers only."""
+    config = copy.copy(model.config)
+    for name, value in vars(model.config).items():
+        if isinstance(value, list) and len(value) == model.config.num_hidden_layers:  # layer_types and their like
+            setattr(config, name, [value[i] for i in layers])
+    config.num_hidden_layers = len(layers)
+    part, base = _twin(model), _twin(model.base_model)
+    base.layers = nn.ModuleList(_numbered(model.base_model.layers[i], n) for n, i in enumerate(layers))
+    part.config = base.config = config
+    setattr(part, model.base_model_prefix, base)
+    return part
+
+
+def _twin(module: Any) -> Any:
+    """A copy whose submodules can be exchanged; they and the parameters are the same."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+def _numbered(module: Any, layer: int) -> Any:
+    """A layer on the same parameters that keeps what it keeps as the layer of this index."""
+    twin = _twin(module)
+    if hasattr(twin, "layer_idx"):
+        twin.layer_idx = layer
+    twin._modules = {name: child and _numbered(child, layer) for name, child in module._modules.items()}
+    return twin
+
+
 class InterfaceDecoder:
     """Takes the model over: its linear layers, norms and activations are replaced in place."""
 
@@ -185,6 +216,12 @@ class InterfaceDecoder:
             for name, module in self._linears.items():
                 tied = name == "lm_head" and self._tied_head
                 module.load(embedding if tied else weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def subset(self, layers: Sequence[int]) -> InterfaceDecoder:
+        part = copy.copy(self)
+        part.spec = self.spec.subset(layers)
+        part.model = _with_layers(self.model, layers)
+        return part
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Sampler:
         """logits: [rows >= len(positions), V] -> tokens int64 and log-probabilities float32, one per position, and the
         positions (by index) from whose logits nothing can be drawn, with the reason."""
         logits = logits[: len(positions)]
-        batch = self._batch(positions)
+        batch = self.batch(positions)
         faults: dict[int, str] = {}
         tokens, logprobs = sample(logits, batch, faults, in_place=not self.raw_logprobs)
         if self.raw_logprobs:
@@ -57,7 +57,8 @@ class Sampler:
             logprobs = token_logprobs(logits, drawn).cpu().numpy()
         return tokens, logprobs, faults
 
-    def _batch(self, positions: list[Position]) -> SampleBatch:
+    def batch(self, positions: Sequence[Position]) -> SampleBatch:
+        """Parameters, noise, bans and penalties of each position."""
         params = [p.sample.params for p in positions]
         edits = None
         banned = [self._banned(p) for p in positions]

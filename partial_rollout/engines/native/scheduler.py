@@ -11,6 +11,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from longtail.kv_manager.manager import KVManager
 from longtail.sequence import Sequence
 
@@ -22,6 +24,8 @@ class Scheduled:
     """To compute in this pass, from seq.num_computed_tokens on."""
     drafts: list[int] = dataclasses.field(default_factory=list)
     """Tokens to verify behind them, where they reach the last known token."""
+    distributions: torch.Tensor | None = None
+    """As `Draft.distributions`, of these."""
 
 
 class Scheduler:

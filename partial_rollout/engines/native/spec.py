@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from longtail.kv_manager.layout import Kind, Layout
 from longtail.kv_manager.states import Shapes
@@ -63,6 +64,10 @@ class DecoderSpec:
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "states", tuple(states))
         object.__setattr__(self, "places", places | {layer: (-1, i) for i, layer in enumerate(states)})
+
+    def subset(self, layers: Sequence[int]) -> DecoderSpec:
+        """Of a model that has these layers only."""
+        return dataclasses.replace(self, layers=tuple(self.layers[i] for i in layers))
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -1,10 +1,9 @@
 """One forward pass: from what the scheduler chose to tokens in the samples.
 
-    draft -> reserve -> forward -> sample every row -> verify -> commit up to the first event -> advance the KV
+    draft -> reserve -> forward -> sample and verify -> commit up to the first event -> advance the KV
 
-A row that verifies drafts is sampled as if they were committed: its noise, penalties and bans are those of its output
-position. So the tokens that come out are the same with any drafter or none (kernels/verify.py), and what a rejected
-draft leaves behind is KV at positions that count as not computed and are written again.
+How drafts are verified is `verification`'s. What a rejected one leaves behind is KV at positions that count as not
+computed and are written again.
 """
 
 from __future__ import annotations
@@ -12,17 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import numpy as np
-import torch
-
 from longtail.kernels.linear import RowRule
-from longtail.kernels.verify import verify_drafts
 from longtail.kv_manager.manager import KVManager
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 from longtail.partial_rollout.engines.native.cache import Cache
 from longtail.partial_rollout.engines.native.decoder import Decoder
-from longtail.partial_rollout.engines.native.sampler import Decode, End, Position, Sampler, check_end
+from longtail.partial_rollout.engines.native.sampler import Decode, End, check_end
 from longtail.partial_rollout.engines.native.scheduler import Scheduled
+from longtail.partial_rollout.engines.native.verification import Verdict, Verification
 from longtail.sample import Sample
 from longtail.sequence import Sequence
 from longtail.spec_decode.drafter import Draft
@@ -72,7 +68,7 @@ class Stepper:
         decoder: Decoder,
         kv: KVManager,
         rule: RowRule,
-        sampler: Sampler,
+        verify: Verification,
         *,
         engine: str,
         max_model_len: int,
@@ -80,7 +76,7 @@ class Stepper:
         decode_of: Callable[[Sample], Decode | None],
         clock: Callable[[], float],
     ) -> None:
-        self.decoder, self.kv, self.rule, self.sampler = decoder, kv, rule, sampler
+        self.decoder, self.kv, self.rule, self.verify = decoder, kv, rule, verify
         self.engine, self.max_model_len, self.max_rows = engine, max_model_len, max_rows
         self.decode_of, self.now = decode_of, clock
         self.speculation: Speculation | None = None
@@ -108,25 +104,17 @@ class Stepper:
         logits = self.decoder.forward(batch, self._cache)
         model_end = self.now()
         outcomes = [Outcome(item.seq) for item in sampled]
-        if sampled:
-            positions = [
-                Position(item.seq.sample, item.drafts[:j]) for item in sampled for j in range(len(item.drafts) + 1)
-            ]
-            tokens, logprobs, faults = self.sampler(logits, positions)
-            accepted = _accepted(sampled, tokens)
+        verdicts = self.verify(logits, sampled) if sampled else []
         sample_end = self.now()
         for item in scheduled:
             if item.num_tokens < item.seq.num_uncomputed_tokens:
                 self.kv.advance(item.seq, item.num_tokens)
-        row = 0
-        for i, (item, outcome) in enumerate(zip(sampled, outcomes, strict=True)):
+        for item, outcome, verdict in zip(sampled, outcomes, verdicts, strict=True):
             # One sequence after the other, so that an interrupt leaves each as it was or done with.
-            stop = row + accepted[i] + 1
-            self._commit(outcome, tokens[row:stop], logprobs[row:stop], faults.get(stop - 1), version)
-            outcome.accepted = min(accepted[i], outcome.emitted)
+            self._commit(outcome, verdict, version)
+            outcome.accepted = min(verdict.accepted, outcome.emitted)
             self.kv.advance(item.seq, item.num_tokens + max(outcome.emitted - 1, 0))
             settle(outcome)
-            row += len(item.drafts) + 1
         self._judge(decoding, drafts, outcomes, self.now() - start, prefill)
         return PassResult(
             outcomes,
@@ -156,7 +144,7 @@ class Stepper:
             while size and not self.kv.reserve(item.seq, item.seq.num_tokens + size):  # nobody is preempted for drafts
                 size -= 1
             drafts[i] = draft.cut(size)
-            item.drafts = drafts[i].tokens
+            item.drafts, item.distributions = drafts[i].tokens, drafts[i].distributions
             left -= size
         self._draft_seconds = self.now() - start
         return drafts
@@ -194,16 +182,13 @@ class Stepper:
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def _commit(
-        self, outcome: Outcome, tokens: np.ndarray, logprobs: np.ndarray, fault: str | None, version: PolicyVersion
-    ) -> None:
-        """Appends tokens up to the first event in order of position: the end of the sample, or a fault. fault: why the
-        last of these tokens could not be sampled."""
+    def _commit(self, outcome: Outcome, verdict: Verdict, version: PolicyVersion) -> None:
+        """Appends tokens up to the first event in order of position: the end of the sample, or a fault."""
         seq, sample = outcome.seq, outcome.seq.sample
-        for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+        for i, (token, logprob) in enumerate(zip(verdict.tokens, verdict.logprobs, strict=True)):
             position = len(sample.output_ids)
-            if fault is not None and i == len(tokens) - 1:
-                outcome.failure = f"sampling output token {position}: the logits have {fault}"
+            if verdict.fault is not None and i == verdict.accepted:
+                outcome.failure = f"sampling output token {position}: the logits have {verdict.fault}"
                 return
             sample.append(token, logprob, version, self.engine, seq.kv)
             seq.token_ids.append(token)
@@ -217,14 +202,3 @@ class Stepper:
                 return
             if outcome.end is not None:
                 return
-
-
-def _accepted(sampled: list[Scheduled], tokens: np.ndarray) -> list[int]:
-    """Drafts accepted, of each sequence. tokens: int64 [rows]."""
-    counts = [len(item.drafts) for item in sampled]
-    if not any(counts):
-        return counts
-    drafts = torch.tensor([token for item in sampled for token in item.drafts])
-    cu_drafts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    accepted: list[int] = verify_drafts(drafts, torch.from_numpy(tokens), cu_drafts).accepted.tolist()
-    return accepted

@@ -1,0 +1,63 @@
+"""The native engine's drafters by name: those of `spec_decode/choice.py`, and those that run a model.
+
+    "self"  "self:0,2,5"  "model:DIRECTORY"  "group>self"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from longtail.partial_rollout.engines.native.model_drafter import ModelDrafter, SelfDrafter
+from longtail.partial_rollout.engines.native.target import ModelBased, Target
+from longtail.spec_decode.choice import FirstOf, make_drafter
+from longtail.spec_decode.controller import Controller, ControllerConfig
+from longtail.spec_decode.drafter import Drafter
+from longtail.spec_decode.speculation import Speculation
+
+
+def speculate(
+    choice: str | Drafter,
+    target: Target,
+    controller: Controller | ControllerConfig | None,
+    clock: Callable[[], float],
+) -> Speculation:
+    """See `NativeEngine.use_drafter`."""
+    if target.kv.states is not None:
+        raise ValueError(
+            "drafter: the model has layers with a recurrent or convolutional state, which cannot be rolled back when a "
+            "draft is rejected; use drafter=None"
+        )
+    return Speculation(
+        _bound(choice, target),
+        row_multiple=target.rule.multiple,
+        controller=controller,
+        match=target.config.verification == "match",
+        clock=clock,
+    )
+
+
+def _bound(choice: str | Drafter, target: Target) -> Drafter:
+    drafter = _by_name(choice, target) if isinstance(choice, str) else choice
+    for part in drafter.drafters if isinstance(drafter, FirstOf) else [drafter]:
+        if isinstance(part, ModelBased):
+            part.bind(target)
+    return drafter
+
+
+def _by_name(choice: str, target: Target) -> Drafter:
+    made: dict[str, Drafter] = {"self": SelfDrafter()}
+    for name in (name.strip() for name in choice.split(">")):
+        kind, colon, detail = name.partition(":")
+        if kind == "self" and colon:
+            try:
+                layers = [int(part) for part in detail.split(",")]
+            except ValueError as error:
+                raise ValueError(
+                    f'drafter: {name!r} names no layers; write for example "self:0,2,4", or "self" for every second one'
+                ) from error
+            made[name] = SelfDrafter(layers)
+        elif kind == "model":
+            if not detail:
+                raise ValueError(f'drafter: {name!r} names no model; write "model:" and a directory or hub id')
+            made[name] = ModelDrafter(detail, numerics=target.config.numerics)
+    return make_drafter(choice, made)
