@@ -67,7 +67,7 @@ def estimate(
         places = places[torch.randperm(len(places), generator=generator)[:most]]
         if not len(places):
             continue
-        target = lm_head(batch.hidden[0, 1:][places]).float()
+        target = lm_head(batch.hidden[0][places]).float()
         embeds = model.get_input_embeddings()(batch.ids)
         rows += len(places)
         for j, out in enumerate(unroll(head, batch, embeds, depth)):

@@ -102,8 +102,8 @@ class Batch:
     hidden: torch.Tensor
     """float32 [B, T, hidden]."""
     learn: torch.Tensor
-    """bool [B, T - 1]: rows p whose guess is an output token, p + 2 (of the last one the target's distribution is
-    known, though not the token)."""
+    """bool [B, T]: rows p whose guess is an output token after the first, p + 1 (of the last row the target's
+    distribution is known, though not the token)."""
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Batch:
@@ -111,23 +111,23 @@ class Batch:
         ids = torch.zeros(len(examples), longest, dtype=torch.long)
         mask = torch.zeros(len(examples), longest, dtype=torch.long)
         hidden = torch.zeros(len(examples), longest, examples[0].hidden.shape[1])
-        learn = torch.zeros(len(examples), longest - 1, dtype=torch.bool)
+        learn = torch.zeros(len(examples), longest, dtype=torch.bool)
         for i, e in enumerate(examples):
             n = len(e.ids)
             ids[i, :n], mask[i, :n], hidden[i, :n] = e.ids, 1, e.hidden
-            learn[i, max(e.prompt_len - 1, 0) : n - 1] = True
+            learn[i, e.prompt_len : n] = True
         return cls(ids, mask, hidden, learn)
 
 
 def unroll(head: MTPHead, batch: Batch, embeds: torch.Tensor, depth: int) -> Iterator[torch.Tensor]:
-    """What the head says at each draft position, float32 [B, T - 1, hidden]; row p's guess is token p + 2. At the
-    first it reads the target's hidden states, then its own output of the row before, attending to rows that do
-    likewise (the target's are there for older rows when it drafts: an approximation, of training and estimate)."""
-    hidden, mask = batch.hidden[:, :-1], batch.mask[:, 1:]
+    """What the head says at each draft position, float32 [B, T, hidden]; row p's guess is token p + 1. At the first it
+    reads the target's hidden states, then its own output of the row before, attending to rows that do likewise (when
+    it drafts, older rows are on the target's: an approximation, of training and estimate)."""
+    states = batch.hidden
     for _ in range(depth):
-        out = head(hidden, embeds[:, 1:], mask)
+        out = head(F.pad(states[:, :-1], (0, 0, 1, 0)), embeds, batch.mask)
         yield out
-        hidden = torch.cat([hidden[:, :1], out[:, :-1]], dim=1)
+        states = out
 
 
 def train_mtp(
@@ -327,7 +327,7 @@ def loss_of(
     """Mean over output tokens and draft positions, weighted; in nats."""
     learn = batch.learn
     with torch.no_grad():
-        wanted = torch.softmax(logits_of(head, model, batch.hidden[:, 1:][learn]), dim=-1)
+        wanted = torch.softmax(logits_of(head, model, batch.hidden[learn]), dim=-1)
         tokens, known = _sampled(head, batch)
     total: torch.Tensor = torch.zeros(())
     weights = 0.0
@@ -342,10 +342,10 @@ def loss_of(
 
 
 def _sampled(head: MTPHead, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row to learn: the sampled token two ahead, as an index of the head's vocabulary, and whether it has it
+    """Of each row to learn: the sampled token ahead, as an index of the head's vocabulary, and whether it has it
     at all."""
-    ahead = F.pad(batch.ids[:, 2:], (0, 1))[batch.learn]
-    known = F.pad(batch.mask[:, 2:], (0, 1))[batch.learn].bool()
+    ahead = F.pad(batch.ids[:, 1:], (0, 1))[batch.learn]
+    known = F.pad(batch.mask[:, 1:], (0, 1))[batch.learn].bool()
     if head.vocabulary is None:
         return ahead, known
     index = torch.searchsorted(head.vocabulary, ahead).clamp(max=len(head.vocabulary) - 1)

@@ -82,7 +82,7 @@ class _RowInvariantRMSNorm(nn.Module):
 
 
 @torch.no_grad()
-def _row_invariant_norm(module: nn.Module) -> _RowInvariantRMSNorm | None:
+def row_invariant_norm(module: nn.Module) -> _RowInvariantRMSNorm | None:
     """The replacement of a module that is found to compute RMSNorm on random input and weight, else None."""
     eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
     parameters = dict(module.named_parameters())
@@ -188,7 +188,7 @@ class InterfaceDecoder:
                 setattr(model.get_submodule(parent), leaf, _RowInvariantSiLU())
             elif type(module).__name__ in GELU_TANH or getattr(module, "approximate", None) == "tanh":
                 setattr(model.get_submodule(parent), leaf, _RowInvariantGELU())
-            elif (norm := _row_invariant_norm(module)) is not None:
+            elif (norm := row_invariant_norm(module)) is not None:
                 setattr(model.get_submodule(parent), leaf, norm)
         model.config._attn_implementation = ATTENTION
         self._given: torch.Tensor | None = None

@@ -1,11 +1,12 @@
-"""A multi-token-prediction head in DeepSeek-V3's form (DeepSeek-AI 2024, section 2.2): one block more, behind the target.
+"""A multi-token-prediction head in DeepSeek-V3's form (DeepSeek-AI 2024, section 2.2): one block behind the target.
 
-    row p:  [enorm(embedding of token p + 1) ; hnorm(hidden state p)] -> eh_proj -> one block -> norm -> LM head
-            -> a guess at token p + 2
+    row p:  [enorm(embedding of token p) ; hnorm(hidden state p - 1)] -> eh_proj -> one block -> norm -> LM head
+            -> a guess at token p + 1
 
-The hidden state is what the target's LM head reads: after its final norm. That is what vLLM and SGLang feed to shipped
-heads, and what `transformers` returns, so that the trainer and the engine see the same numbers. To draft further, the
-head's own output, after its own norm, takes the place of the hidden state: it is what the LM head reads, too.
+(In the paper's count this is row p - 1. Row 0 reads zeros for a hidden state.) The hidden state is what the target's LM
+head reads: after its final norm. That is what SGLang and vLLM feed to shipped heads and what `transformers` returns, so
+that the trainer and the engine see the same numbers. To draft further, the head's own output, after its own norm, takes
+the place of the hidden state (as in SGLang): it is what the LM head reads, too.
 
 Embedding and LM head are the target's and are not here: after an update of its weights the head uses the new ones.
 The block is a one-layer model of the target's own class, so whatever target `transformers` has can have a head.
@@ -24,8 +25,10 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from longtail.partial_rollout.engines.native.decoder import Decoder
+
 FORMAT = 1
-IDENTITY = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+IDENTITY = ("model_type", "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
 """Fields of the target's config that a head must agree with."""
 SMALL = 8
 """Vocabulary of the one-layer model, whose embedding and LM head are never used."""
@@ -72,8 +75,8 @@ class MTPHead(nn.Module):
     def forward(
         self, hidden: torch.Tensor, embeds: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """hidden: [B, T, hidden], the target's at positions 0 to T - 1; embeds: [B, T, hidden], of the tokens that
-        follow each; attention_mask: [B, T], 1 where there is a token (padding is on the right)
+        """hidden: [B, T, hidden], of the position before each token, zeros before the first; embeds: [B, T, hidden],
+        of the tokens; attention_mask: [B, T], 1 where there is a token (padding is on the right)
         -> [B, T, hidden], for the LM head. Causal."""
         positions = torch.arange(hidden.shape[1])[None].expand(hidden.shape[0], -1)
         out = self.base(
@@ -171,23 +174,33 @@ class MTPHead(nn.Module):
         head.version, head.record = int(about["version"]), about["record"]
         return head
 
+    def check_target_of(self, decoder: Decoder) -> None:
+        """`check_target` for an engine's decoder, which tells less."""
+        size = decoder.embed(torch.zeros(1, dtype=torch.long)).shape[1]
+        for name, other in (("vocab_size", decoder.spec.vocab_size), ("hidden_size", size)):
+            _same(name, self.target[name], other)
+
     def check_target(self, config: Any) -> None:
         """ValueError that names the field in which the target with this config is not the head's."""
         config = config.get_text_config()
         for name, value in self.target.items():
-            other = getattr(config, name, None)
-            if other != value:
-                raise ValueError(
-                    f"mtp: the head was made for a target with {name} {value}, this one has {other}; "
-                    "train a head for it: longtail spec train"
-                )
+            _same(name, value, getattr(config, name, None))
+
+
+def _same(name: str, made_for: Any, given: Any) -> None:
+    if made_for != given:
+        raise ValueError(
+            f"mtp: the head was made for a target with {name} {made_for}, this one has {given}; train a head for it: "
+            "longtail spec train"
+        )
 
 
 def _checked(vocabulary: torch.Tensor | None, size: int) -> torch.Tensor | None:
     if vocabulary is None:
         return None
     vocabulary = vocabulary.long().clone()
-    if not len(vocabulary) or int(vocabulary[0]) < 0 or int(vocabulary[-1]) >= size or bool((vocabulary.diff() <= 0).any()):
+    rising = bool((vocabulary.diff() > 0).all())
+    if not len(vocabulary) or not rising or int(vocabulary[0]) < 0 or int(vocabulary[-1]) >= size:
         raise ValueError(f"vocabulary: must be ascending token ids from 0 to {size - 1}, at least one")
     return vocabulary
 
