@@ -51,7 +51,7 @@ class TrainConfig:
     """Weight of each draft position's loss against the one before it."""
     token_weight: float = 0.0
     """Of the sampled token's loss; the target's distribution says the same with less noise."""
-    batch_tokens: int = 2048
+    batch_tokens: int = 1024
     """Tokens of an optimiser step, prompts counted."""
     max_tokens: int = 200_000
     """Tokens whose hidden states are kept: 4 bytes times the hidden size each."""
@@ -235,8 +235,7 @@ def prepare(
     base: Any = model.base_model
     examples: list[Example] = []
     tokens = 0
-    # Batches of like length, in the order of a shuffle, so that what is reached in time is a fair part.
-    for chunk in _batches([(r, len(r.ids)) for r in rollouts], config.batch_tokens):
+    for chunk in _batches([(r, len(r.ids)) for r in rollouts], max(config.batch_tokens, 2048)):
         if examples and (time.perf_counter() > limit or tokens >= config.max_tokens):
             break
         longest = max(len(r.ids) for r in chunk)
@@ -294,7 +293,8 @@ def _fit(
             with torch.no_grad():
                 embeds = embed(batch.ids)
             with _matmuls(config):
-                loss = loss_of(head, model, batch, embeds, config)
+                # The first half of the time goes into the first draft alone, on which all others depend.
+                loss = loss_of(head, model, batch, embeds, config, 1 if share < 0.5 else config.depth)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -322,7 +322,7 @@ def _epochs(examples: list[Example], most: int, generator: torch.Generator) -> I
 
 
 def loss_of(
-    head: MTPHead, model: PreTrainedModel, batch: Batch, embeds: torch.Tensor, config: TrainConfig
+    head: MTPHead, model: PreTrainedModel, batch: Batch, embeds: torch.Tensor, config: TrainConfig, depth: int
 ) -> torch.Tensor:
     """Mean over output tokens and draft positions, weighted; in nats."""
     learn = batch.learn
@@ -331,7 +331,7 @@ def loss_of(
         tokens, known = _sampled(head, batch)
     total: torch.Tensor = torch.zeros(())
     weights = 0.0
-    for j, out in enumerate(unroll(head, batch, embeds, config.depth)):
+    for j, out in enumerate(unroll(head, batch, embeds, depth)):
         logits = logits_of(head, model, out[learn])
         weight = config.depth_decay**j
         loss = F.cross_entropy(logits, wanted)
