@@ -32,6 +32,9 @@ from longtail.sample import Sample
 from longtail.spec_decode.drafter import Draft, DraftRequest
 from longtail.version import Fingerprint
 
+MOST_TAILS = 256
+"""Prompts whose last block's hidden states are kept for siblings."""
+
 
 @dataclasses.dataclass(slots=True)
 class _Known:
@@ -83,6 +86,7 @@ class MTPDrafter(DecoderDrafter):
         self.length = length
         self._bytes = kv_cache_bytes
         self._known: OrderedDict[str, _Known] = OrderedDict()  # the one heard of last is last
+        self._tails: OrderedDict[tuple[int, ...], _Known] = OrderedDict()  # by prompt
         self._true: dict[str, int] = {}  # of a held sequence's rows ahead, those on the target's hidden states
         self._last: dict[str, torch.Tensor] = {}  # [hidden], the head's output on the last row
 
@@ -95,6 +99,7 @@ class MTPDrafter(DecoderDrafter):
         enough = max(2 * config.kv_cache_bytes // len(target.decoder.spec.layers), 1 << 20)
         self.kv_cache_bytes = enough if self._bytes is None else self._bytes
         self._known.clear()
+        self._tails.clear()
         self._true.clear()
         self._last.clear()
         self._target = target
@@ -113,7 +118,7 @@ class MTPDrafter(DecoderDrafter):
         known = self._known.get(sample.id)
         if known is None or not known.start <= start <= known.end:
             self._drop(sample.id)
-            known = self._known[sample.id] = _Known(start, start)
+            known = self._known[sample.id] = self._begin(sample, start)
         elif start < known.end:
             held = self._held.get(sample.id)
             if held is not None and held.seq.num_computed_tokens + self._true.get(sample.id, 0) > start + 1:
@@ -121,7 +126,25 @@ class MTPDrafter(DecoderDrafter):
             known.cut(known.start, start)
         known.add(hidden.clone())
         self._known.move_to_end(sample.id)
+        self._keep_tail(sample, known)
         self._bound()
+
+    def _begin(self, sample: Sample, start: int) -> _Known:
+        tail = self._tails.get(sample.prompt_ids)
+        if tail is None or not tail.start < start <= tail.end:
+            return _Known(start, start)
+        return _Known(tail.start, start, [tail.rows(tail.start, start, self._join.size)])
+
+    def _keep_tail(self, sample: Sample, known: _Known) -> None:
+        """Hidden states of a prompt's last, partly filled block, for siblings: the target finds such a block and does
+        not compute it; the head finds whole blocks only."""
+        assert self.kv is not None
+        end = len(sample.prompt_ids) - 1
+        start = max(end // self.kv.block_size * self.kv.block_size - 1, 0)
+        if known.start <= start < end <= known.end and sample.prompt_ids not in self._tails:
+            self._tails[sample.prompt_ids] = _Known(start, end, [known.rows(start, end, self._join.size)])
+            if len(self._tails) > MOST_TAILS:
+                self._tails.popitem(last=False)
 
     def _bound(self) -> None:
         """Samples that left without a word (paused, gone on elsewhere) do not pile up."""
@@ -142,6 +165,7 @@ class MTPDrafter(DecoderDrafter):
         if self.kv is not None and self.kv.fingerprint != self._target.kv.fingerprint:
             # Held rows stay until the target computes theirs again, which it does unless it keeps its KV, too.
             self.kv.set_fingerprint(Fingerprint(self._target.kv.fingerprint))
+            self._tails.clear()
             self._refresh()
 
     def _refresh(self) -> None:
