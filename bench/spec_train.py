@@ -296,7 +296,7 @@ def _fit(
                 # The first half of the time goes into the first draft alone, on which all others depend.
                 loss = loss_of(head, model, batch, embeds, config, 1 if share < 0.5 else config.depth)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             if not torch.isfinite(norm):
                 raise ValueError(

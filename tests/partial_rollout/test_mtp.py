@@ -14,8 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, group, make_model, prompt, run
 from torch import nn
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from longtail import Group
 from longtail.partial_rollout.engines.native.mtp import MTPDrafter
@@ -34,7 +43,8 @@ def make_head(model: Any, seed: int = 0, vocabulary: torch.Tensor | None = None)
     head = MTPHead(model.config, vocabulary)
     with torch.no_grad():
         head.eh_proj.weight.normal_(std=0.2)
-        for norm in (head.enorm, head.hnorm, head.base.norm):
+        norms: list[Any] = [head.enorm, head.hnorm, head.base.norm]
+        for norm in norms:
             norm.weight.uniform_(0.5, 1.5)
     return head
 
@@ -369,7 +379,8 @@ def test_shipped_layers(kind: str, tmp_path: Path) -> None:
     proj = torch.randn(size, 2 * size) * 0.2
     renamed[f"{prefix}{name['proj']}.weight"] = proj
     if kind in ("deepseek", "glm"):
-        renamed |= {f"{prefix}embed_tokens.weight": torch.zeros(64, 32), f"{prefix}shared_head.head.weight": proj.clone()}
+        renamed[f"{prefix}embed_tokens.weight"] = torch.zeros(64, 32)
+        renamed[f"{prefix}shared_head.head.weight"] = torch.zeros(64, 32)
     save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
     config["num_hidden_layers"] = 2
@@ -402,14 +413,14 @@ def test_a_checkpoint_without_such_layers_says_so(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_does_not_fit_says_what(tmp_path: Path) -> None:
-    model: LlamaForCausalLM = make_model("llama")  # type: ignore[assignment]
+    model: LlamaForCausalLM = make_model("llama")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     prefix = "model.layers.2."
     size = {"enorm": (64,), "hnorm": (64,), "shared_head.norm": (64,), "eh_proj": (64, 128)}
     extra = {f"{prefix}{name}.weight": torch.ones(shape) for name, shape in size.items()}
     save_file(tensors | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="does not fit the model's own layers: model.layers.0"):
+    with pytest.raises(ValueError, match=r"does not fit the model's own layers: model\.layers\.0"):
         load_shipped(tmp_path)
     extra[f"{prefix}eh_proj.weight"] = torch.ones(64, 64)
     save_file(tensors | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})

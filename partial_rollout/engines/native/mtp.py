@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from longtail.kernels.linear import PackedLinear
+from longtail.kernels.linear import Backend, PackedLinear
 from longtail.partial_rollout.engines.native import loader
 from longtail.partial_rollout.engines.native.interface import row_invariant_norm
 from longtail.partial_rollout.engines.native.model_drafter import DecoderDrafter, Held
@@ -104,7 +104,7 @@ class MTPDrafter(DecoderDrafter):
         self._last.clear()
         self._target = target
         self._start(target, decoder, rule, target.kv.fingerprint)
-        self._join = _Join(self.head)
+        self._join = _Join(self.head, rule.backend)
         self._rows: PackedLinear | None = None
         self._refresh()
 
@@ -239,11 +239,10 @@ class MTPDrafter(DecoderDrafter):
 class _Join:
     """`MTPHead.join` on packed weights."""
 
-    def __init__(self, head: MTPHead) -> None:
+    def __init__(self, head: MTPHead, backend: Backend) -> None:
         self.size = head.eh_proj.out_features
         self._enorm: Any = row_invariant_norm(head.enorm) or copy.deepcopy(head.enorm)
         self._hnorm: Any = row_invariant_norm(head.hnorm) or copy.deepcopy(head.hnorm)
-        backend = "onednn" if torch.backends.mkldnn.is_available() else "aten"
         self._proj = PackedLinear([head.eh_proj.weight.detach().float()], None, backend)
 
     def __call__(self, hidden: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,7 @@ class MTPHead(nn.Module):
         return [p for p in self.parameters() if id(p) not in unused]
 
     def _stand_ins(self) -> list[nn.Module]:
-        return [self.block.get_input_embeddings(), self.block.get_output_embeddings()]  # type: ignore[list-item]
+        return [self.block.get_input_embeddings(), self.block.get_output_embeddings()]
 
     # ---- on disk
 

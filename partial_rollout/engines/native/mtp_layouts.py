@@ -114,7 +114,7 @@ def _fill(head: MTPHead, layout: Layout, tensors: dict[str, torch.Tensor], sourc
         weight = tensors.pop(f"{name}.weight", None)
         if weight is None or weight.shape != (size,):
             raise ValueError(f"mtp: {source}: {name}.weight is missing, or not of the model's hidden size {size}")
-        module.weight.copy_(weight)  # type: ignore[operator, union-attr]
+        module.weight.copy_(weight)  # type: ignore[operator]
     block = {"model.norm.weight": tensors.pop(f"{layout.norm}.weight", None)}
     if block["model.norm.weight"] is None:
         raise ValueError(f"mtp: {source}: {layout.norm}.weight is missing")
@@ -130,7 +130,7 @@ def _load_block(head: MTPHead, state: dict[str, Any], source: str) -> None:
         ("model.embed_tokens.weight", head.block.get_input_embeddings().weight),
         ("lm_head.weight", head.block.get_output_embeddings().weight),
     ):
-        state[name] = p.detach().clone()  # type: ignore[union-attr, operator]
+        state[name] = p.detach().clone()
     loaded, report = type(head.block).from_pretrained(
         None, config=head.block.config, state_dict=state, output_loading_info=True, dtype=torch.float32
     )
