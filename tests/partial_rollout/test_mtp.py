@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from longtail.partial_rollout.engines.native.mtp_head import MTPHead
 from longtail.partial_rollout.engines.native.mtp_layouts import load_shipped
 from longtail.sample import Sample
 from longtail.spec_decode.controller import FixedLength
-from longtail.spec_decode.drafter import DraftRequest
+from longtail.spec_decode.drafter import Draft, DraftRequest
 
 LENGTH = 40
 
@@ -80,24 +81,37 @@ def reference_drafts(head: MTPHead, model: Any, sample: Sample, length: int, fir
 
 
 class _Watched(MTPDrafter):
-    """Keeps the logits that it drafts from."""
+    """Keeps the logits that it drafts from. stream: if given, drafts this output of its only sample, so that its rows
+    are accepted."""
 
-    def __init__(self, head: MTPHead, **fields: Any) -> None:
+    def __init__(self, head: MTPHead, stream: list[int] | None = None, **fields: Any) -> None:
         super().__init__(head, **fields)
         self.seen: list[torch.Tensor] = []
+        self.stream, self.at = stream or [], 0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        self.at = len(requests[0].sample.output_ids)
+        return super().propose(requests)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.seen.append(super()._logits(hidden).clone())
-        return self.seen[-1].clone()
+        logits = self.seen[-1].clone()
+        if self.at < len(self.stream):
+            logits[:, self.stream[self.at]] += 1e4
+        self.at += 1
+        return logits
 
 
+@pytest.mark.parametrize("right", [False, True], ids=["rejected", "accepted"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-interface"])
 @torch.no_grad()
-def test_the_drafter_computes_the_heads_forward(make_engine: EngineMaker, kind: str) -> None:
-    """After every step of a greedy sample, through paged KV in pieces, within 2e-3 of the largest logit."""
+def test_the_drafter_computes_the_heads_forward(make_engine: EngineMaker, kind: str, right: bool) -> None:
+    """After every step of a greedy sample, through paged KV in pieces, within 2e-3 of the largest logit; whatever was
+    drafted before, and whether it was accepted."""
     kind, _, interface = kind.partition("-")
     model = make_model(kind)
-    drafter = _Watched(make_head(model))
+    plain = generate(make_engine(model), group("a", prompt(21), max_tokens=24, temperature=0.0))[0].output_ids
+    drafter = _Watched(make_head(model), plain if right else None)
     engine = make_engine(model, fused=False if interface else None, drafter=drafter, controller=FixedLength(3))
     (sample,) = group("a", prompt(21), max_tokens=24, temperature=0.0).samples
     engine.add([sample])
@@ -108,13 +122,16 @@ def test_the_drafter_computes_the_heads_forward(make_engine: EngineMaker, kind: 
         if sample.is_done:
             break
         drafter.seen.clear()
+        drafter.stream = []
         (draft,) = drafter.propose([DraftRequest(sample, 3)])
+        drafter.stream = plain if right else []
         want = torch.tensor(reference_drafts(drafter.head, model, sample, 3))
         got = torch.cat(drafter.seen)
         assert torch.allclose(got, want, rtol=0, atol=2e-3 * want.abs().max().item())
         assert draft.tokens == want.argmax(-1).tolist()
         compared += 1
-    assert compared > 5
+    assert compared > 3
+    assert (engine.stats().num_accepted_tokens > 10) == right
     assert not drafter._known
     assert not drafter._held
     assert not drafter._true
