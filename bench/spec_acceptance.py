@@ -46,7 +46,7 @@ def estimate(
     depth: int,
     *,
     temperatures: Sequence[float] = (1.0, 0.7),
-    max_rows: int = 2000,
+    max_rows: int = 500,
     seed: int = 0,
 ) -> dict[str, Any]:
     """At each draft position, given that those before it are right: `greedy`, how often the likeliest tokens agree;
