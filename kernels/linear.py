@@ -75,6 +75,11 @@ class PackedLinear:
             y = torch.cat([F.linear(tile, self.packed, self.bias) for tile in x.split(ROWS_PER_TILE)])
         return y if residual is None else y.add_(residual)
 
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """outputs: int64 [R] -> the weight's rows of these outputs, [R, in]."""
+        weight = self.packed.to_dense() if self.packed.is_mkldnn else self.packed
+        return weight[outputs]
+
 
 def onednn_available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

@@ -226,3 +226,11 @@ def test_find_row_rule_skips_onednn_where_there_is_none(monkeypatch: pytest.Monk
     rule = find_row_rule([(16, 24)])
     assert rule is not None
     assert rule.backend != "onednn"
+
+
+def test_rows_of_a_packed_weight() -> None:
+    weight = torch.randn(37, 24)
+    wanted = torch.tensor([3, 36, 0, 3])
+    for backend in ("onednn", "aten", "tiles"):
+        if backend != "onednn" or onednn_available():
+            assert torch.equal(PackedLinear([weight[:20], weight[20:]], None, backend).rows(wanted), weight[wanted])

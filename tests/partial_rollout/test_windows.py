@@ -246,11 +246,11 @@ class _OtherEps(torch.nn.RMSNorm):
 def test_norms_are_recognised_by_what_they_compute() -> None:
     torch.manual_seed(0)
     for other in (torch.nn.LayerNorm(32, bias=False), _OtherEps(32, eps=1e-5), torch.nn.Linear(32, 1, bias=False)):
-        assert interface._row_invariant_norm(other) is None
+        assert interface.row_invariant_norm(other) is None
     for module, offset in [(torch.nn.RMSNorm(64, eps=1e-5), False), (make_model("gemma3").model.norm, True)]:
         before = module.weight.clone()
         x = torch.randn(1, 5, len(before))
-        norm = interface._row_invariant_norm(module)
+        norm = interface.row_invariant_norm(module)
         assert norm is not None and norm.offset == offset
         assert norm.weight is module.weight and torch.equal(norm.weight, before)
         torch.testing.assert_close(norm(x), module(x), rtol=1e-6, atol=1e-6)

@@ -34,7 +34,26 @@ class Decoder(Protocol):
     spec: DecoderSpec
 
     def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
-        """Writes what the layers keep of the batch, and returns logits float32 [len(batch.logits_rows), vocab]."""
+        """Writes what the layers keep of the batch, and returns logits float32 [len(batch.logits_rows), vocab]: the
+        bits of `logits(hidden(batch, cache)[batch.logits_rows])`."""
+        ...
+
+    def hidden(self, batch: ForwardBatch, cache: Cache, embeds: torch.Tensor | None = None) -> torch.Tensor:
+        """Likewise, and returns what the LM head reads, of every row: float32 [T, hidden], after the final norm.
+        embeds: float32 [T, hidden] in place of the embeddings of batch.input_ids."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [R, hidden] as from `hidden` -> float32 [R, vocab]."""
+        ...
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids: int64 [R] -> float32 [R, hidden]: what the first layer reads."""
+        ...
+
+    def head_rows(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """ids: int64 [R] -> float32 [R, hidden]: the LM head's rows of these tokens; None if its logits are more than
+        a product with them."""
         ...
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -145,9 +164,25 @@ class FusedDecoder:
         return part
 
     def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
+        x = self._layers(batch, cache, self.embed(batch.input_ids))
+        return self.logits(rms_norm(x[batch.logits_rows], self.norm, self.eps))
+
+    def hidden(self, batch: ForwardBatch, cache: Cache, embeds: torch.Tensor | None = None) -> torch.Tensor:
+        x = self._layers(batch, cache, self.embed(batch.input_ids) if embeds is None else embeds)
+        return rms_norm(x, self.norm, self.eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.embedding)
+
+    def head_rows(self, ids: torch.Tensor) -> torch.Tensor | None:
+        return self.lm_head.rows(ids)
+
+    def _layers(self, batch: ForwardBatch, cache: Cache, x: torch.Tensor) -> torch.Tensor:
         block_size, run = batch.block_size, Forward(batch, cache, self.spec)
-        rows = batch.input_ids.shape[0]
-        x = F.embedding(batch.input_ids, self.embedding)
+        rows = x.shape[0]
         for i, layer in enumerate(self.layers):
             own = run.paged(i)
             h = rms_norm(x, layer.input_norm, self.eps)
@@ -170,9 +205,7 @@ class FusedDecoder:
             x = layer.o(a.view(rows, -1), residual=x)
             h = rms_norm(x, layer.post_norm, self.eps)
             x = layer.down(silu_mul(layer.gate_up(h)), residual=x)
-        h = rms_norm(x[batch.logits_rows], self.norm, self.eps)
-        logits: torch.Tensor = self.lm_head(h)
-        return logits
+        return x
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """The native engine's drafters by name: those of `spec_decode/choice.py`, and those that run a model.
 
-    "self"  "self:0,2,5"  "model:DIRECTORY"  "group>self"
+    "self"  "self:0,2,5"  "model:DIRECTORY"  "mtp:DIRECTORY"  "group>self"
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from longtail.partial_rollout.engines.native.model_drafter import ModelDrafter, SelfDrafter
+from longtail.partial_rollout.engines.native.mtp import MTPDrafter
 from longtail.partial_rollout.engines.native.target import ModelBased, Target
 from longtail.spec_decode.choice import FirstOf, make_drafter
 from longtail.spec_decode.controller import Controller, ControllerConfig
@@ -56,4 +57,8 @@ def _by_name(choice: str, target: Target) -> Drafter:
             if not detail:
                 raise ValueError(f'drafter: {name!r} names no model; write "model:" and a directory or hub id')
             made[name] = ModelDrafter(detail, numerics=target.config.numerics)
+        elif kind == "mtp":
+            if not detail:
+                raise ValueError(f'drafter: {name!r} names no head; write "mtp:" and the directory of a trained one')
+            made[name] = MTPDrafter(detail)
     return make_drafter(choice, made)

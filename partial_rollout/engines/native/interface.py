@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -91,7 +91,7 @@ class _RowInvariantRMSNorm(nn.Module):
 
 
 @torch.no_grad()
-def _row_invariant_norm(module: nn.Module) -> _RowInvariantRMSNorm | None:
+def row_invariant_norm(module: nn.Module) -> _RowInvariantRMSNorm | None:
     """The replacement of a module that is found to compute RMSNorm on random input and weight, else None."""
     eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
     parameters = dict(module.named_parameters())
@@ -221,7 +221,7 @@ def replace_modules(model: nn.Module, rule: RowRule) -> Replaced:
         elif type(module).__name__ in GELU_TANH or getattr(module, "approximate", None) == "tanh":
             other = _RowInvariantGELU()
         else:
-            other = _row_invariant_norm(module)
+            other = row_invariant_norm(module)
         if other is not None:
             setattr(model.get_submodule(parent), leaf, other)
     return replaced
@@ -254,6 +254,20 @@ class InterfaceDecoder:
                 f"model: the experts of {type(model).__name__} ({', '.join(unknown)}) compute in a way that the engine "
                 'does not know, and their bits depend on the batch; use numerics="fast"'
             )
+        self._take_base(model.base_model.forward)
+
+    def _take_base(self, forward: Callable[..., Any]) -> None:
+        self._given: torch.Tensor | None = None
+        self._output: Any = None
+        self._base = self.model.base_model
+        self._base_forward = forward
+        self._base.forward = self._or_given
+
+    def _or_given(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the forward of the model without its head, so that the head can run on hidden states alone."""
+        if self._given is None:
+            return self._base_forward(*args, **kwargs)  # the model's own use, not the engine's
+        return self._output(last_hidden_state=self._given[None])
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self._shapes)
@@ -279,19 +293,39 @@ class InterfaceDecoder:
         part = copy.copy(self)
         part.spec = self.spec.subset(layers)
         part.model = _with_layers(self.model, layers)
+        part._take_base(_rebound(self._base_forward, self._base, part.model.base_model))
         return part
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: Cache) -> torch.Tensor:
+        return self.logits(self.hidden(batch, cache)[batch.logits_rows])
+
+    @torch.no_grad()
+    def hidden(self, batch: ForwardBatch, cache: Cache, embeds: torch.Tensor | None = None) -> torch.Tensor:
+        ids = {"input_ids": batch.input_ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
         rows = int(batch.cu_seqlens[-1])
         with running(Forward(batch, cache, self.spec)), routed(rows) as routing:
-            out = self.model(
-                input_ids=batch.input_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                logits_to_keep=batch.logits_rows,
-            )
+            out = self._base_forward(**ids, position_ids=batch.positions[None], use_cache=False)
         if (group := self.spec.routing_group) is not None:
             store_routing(routing.experts, cache.paged[group], batch.paged[group].slots, batch.block_size)
+        self._output = type(out)  # which other fields it has differs between models
+        hidden: torch.Tensor = out.last_hidden_state[0].float()
+        return hidden
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._given = hidden
+        try:  # the whole model's forward, for what it does with the logits (a scale, a soft cap)
+            out = self.model(input_ids=torch.zeros(1, len(hidden), dtype=torch.long), use_cache=False)
+        finally:
+            self._given = None
         logits: torch.Tensor = out.logits[0].float()
         return logits.contiguous()
+
+    @torch.no_grad()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.model.get_input_embeddings()(ids)
+        return embedded
+
+    def head_rows(self, ids: torch.Tensor) -> torch.Tensor | None:
+        return None

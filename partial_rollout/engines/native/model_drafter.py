@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Held:
+class Held:
     """A sequence with KV."""
 
     seq: EngineSequence
@@ -72,7 +72,7 @@ class _Held:
 class _Guess:
     """What one call makes for one sample."""
 
-    held: _Held
+    held: Held
     length: int
     """Tokens to draft."""
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -93,7 +93,7 @@ class DecoderDrafter:
         self.kv_cache_bytes = kv_cache_bytes
         self.decoder: Decoder | None = None
         self.kv: KVManager | None = None
-        self._held: OrderedDict[str, _Held] = OrderedDict()  # the one asked for last is last
+        self._held: OrderedDict[str, Held] = OrderedDict()  # the one asked for last is last
         self._has_warned = False
 
     def _start(self, target: Target, decoder: Decoder, rule: RowRule, fingerprint: str) -> None:
@@ -183,7 +183,7 @@ class DecoderDrafter:
             # The blocks of a group's prompt are computed once: siblings wait for the first one's.
             if i in known or request.max_tokens < 1 or group in computing:
                 continue
-            held = _Held(EngineSequence(request.sample))
+            held = Held(EngineSequence(request.sample))
             self.kv.attach(held.seq)
             self._held[asked[i]] = held
             guesses[i] = self._guess(held, request.max_tokens, asked, [])
@@ -208,7 +208,7 @@ class DecoderDrafter:
         before += sample.output_ids[len(before) - len(sample.prompt_ids) :]
         return True
 
-    def _sync(self, held: _Held) -> None:
+    def _sync(self, held: Held) -> None:
         """What was committed of what is computed counts; the rest is rolled back. The last known token is left to
         compute."""
         assert self.kv is not None
@@ -218,7 +218,7 @@ class DecoderDrafter:
         self.kv.advance(seq, sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         held.ahead = []
 
-    def _guess(self, held: _Held, length: int, asked: list[str], behind: list[str]) -> _Guess | None:
+    def _guess(self, held: Held, length: int, asked: list[str], behind: list[str]) -> _Guess | None:
         """None, and nothing held, if there is no room even without those not asked for, and those behind."""
         assert self.decoder is not None and self.kv is not None
         seq = held.seq
@@ -239,7 +239,7 @@ class DecoderDrafter:
         self._release(seq.sample.id)
         return None
 
-    def _computes_prompt(self, held: _Held) -> bool:
+    def _computes_prompt(self, held: Held) -> bool:
         """Whether blocks that its siblings could share are not computed yet."""
         assert self.kv is not None
         seq, size = held.seq, self.kv.block_size
@@ -269,22 +269,25 @@ class DecoderDrafter:
             self._draw(ready, logits)
         return ready
 
-    def _forward(self, parts: list[tuple[_Held, list[int]]], rows: list[int]) -> torch.Tensor:
+    def _forward(self, parts: list[tuple[Held, list[int]]], rows: list[int]) -> torch.Tensor:
         """Computes these tokens behind what each sequence has. -> logits of these rows."""
+        assert self.decoder is not None
+        logits = self.decoder.forward(self._batch(parts, rows), self._cache)
+        for held, tokens in parts:
+            held.ahead += tokens
+        return logits[: len(rows)]
+
+    def _batch(self, parts: list[tuple[Held, list[int]]], rows: list[int]) -> ForwardBatch:
         assert self.decoder is not None and self.kv is not None
         computed = [held.seq.num_computed_tokens for held, _ in parts]
         try:
             for held, _ in parts:
                 held.seq.num_computed_tokens += len(held.ahead)
             scheduled = [Scheduled(held.seq, 0, tokens) for held, tokens in parts]
-            batch = ForwardBatch.build(scheduled, self.kv, self.decoder.spec, self.rule, rows)
+            return ForwardBatch.build(scheduled, self.kv, self.decoder.spec, self.rule, rows)
         finally:
             for (held, _), count in zip(parts, computed, strict=True):
                 held.seq.num_computed_tokens = count
-        logits = self.decoder.forward(batch, self._cache)
-        for held, tokens in parts:
-            held.ahead += tokens
-        return logits[: len(rows)]
 
     def _draw(self, guesses: list[_Guess], logits: torch.Tensor) -> None:
         """The next token of each. logits: float32 [guesses, vocabulary], changed."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import torch
+
 from longtail.kernels.linear import RowRule
 from longtail.kv_manager.manager import KVManager
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
@@ -21,6 +23,7 @@ from longtail.partial_rollout.engines.native.decoder import Decoder
 from longtail.partial_rollout.engines.native.routing import RoutingRecorder
 from longtail.partial_rollout.engines.native.sampler import Decode, End, check_end
 from longtail.partial_rollout.engines.native.scheduler import Scheduled
+from longtail.partial_rollout.engines.native.target import WantsHidden, hidden_takers
 from longtail.partial_rollout.engines.native.verification import Verdict, Verification
 from longtail.sample import Sample
 from longtail.sequence import Sequence
@@ -103,7 +106,13 @@ class Stepper:
                 rows += range(first - 1 - len(item.drafts), first)
         batch = ForwardBatch.build(scheduled, self.kv, self.decoder.spec, self.rule, rows)
         model_start = self.now()
-        logits = self.decoder.forward(batch, self._cache)
+        takers = [] if self.speculation is None else hidden_takers(self.speculation.drafter)
+        hidden = self.decoder.hidden(batch, self._cache) if takers else None
+        if hidden is None:
+            logits = self.decoder.forward(batch, self._cache)
+        else:
+            logits = self.decoder.logits(hidden[batch.logits_rows])
+        starts = [item.seq.num_computed_tokens for item in scheduled]
         model_end = self.now()
         outcomes = [Outcome(item.seq) for item in sampled]
         verdicts = self.verify(logits, sampled) if sampled else []
@@ -131,6 +140,8 @@ class Stepper:
             for item in behind:
                 self._advance(item.seq, item.num_tokens)
         model_seconds = model_end - model_start + self.now() - redo_start
+        if hidden is not None:
+            self._tell(takers, scheduled, starts, hidden)
         self._judge(decoding, drafts, outcomes, self.now() - start, prefill)
         return PassResult(
             outcomes,
@@ -177,6 +188,18 @@ class Stepper:
 
     def _context(self, decoding: list[Scheduled]) -> int:
         return sum(item.seq.num_tokens for item in decoding)
+
+    def _tell(
+        self, takers: list[WantsHidden], scheduled: list[Scheduled], starts: list[int], hidden: torch.Tensor
+    ) -> None:
+        """The hidden states of the rows that count, to the drafters that want them."""
+        row = 0
+        for item, start in zip(scheduled, starts, strict=True):
+            count = item.seq.num_computed_tokens - start  # of a sample that is done it is below 0
+            if count > 0:
+                for taker in takers:
+                    taker.take_hidden(item.seq.sample, start, hidden[row : row + count])
+            row += item.num_tokens + len(item.drafts)
 
     def _judge(
         self, decoding: list[Scheduled], drafts: list[Draft], outcomes: list[Outcome], seconds: float, prefill: int
