@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import pytest
 import torch
 from tests.partial_rollout.conftest import SIZES, EngineMaker, assert_same, generate, group, prompt, run
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from longtail import NativeEngine, Rollout, TokenBudget, UnsupportedModel
+from longtail.events import Event
 from longtail.kernels.linear import RowRule
 from longtail.partial_rollout.engines.native import state_layers
 from longtail.partial_rollout.engines.native.decoder import weights_of
@@ -82,6 +84,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "intermediate_size": 97},
     ),
     "bamba": (BambaConfig, MAMBA2 | {"attn_layer_indices": [1]}),
+    "bamba_of_one_group": (BambaConfig, MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 1}),
     "granite": (
         GraniteMoeHybridConfig,
         MAMBA2
@@ -278,6 +281,65 @@ def test_drafts_change_nothing(make: EngineMaker, engine: NativeEngine, name: st
     for a, b in zip(got, want, strict=True):
         assert_same(a, b)
     assert drafting.stats().num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "minimax"])
+def test_rejected_drafts_cost_a_bounded_number_of_rows(make_engine: EngineMaker, kind: str) -> None:
+    """A state cannot be cut: what was accepted is computed once more, and no more than that. So a snapshot is of all
+    that was computed, too."""
+    events: list[Event] = []
+    engine = make_engine(make_model(kind), listener=events.append)
+    want = generate(engine, group("a", prompt(21), max_tokens=LENGTH))[0]
+    length = 3
+    engine.use_drafter(drafter("garbage", []), FixedLength(length))
+    events.clear()
+    sample = group("a", prompt(21), max_tokens=LENGTH).samples[0]
+    run(engine, [sample], until=LENGTH // 2)
+    (paused,) = engine.pause()
+    assert paused.snapshot is not None
+    assert paused.snapshot.num_tokens == paused.num_tokens - 1
+    run(engine, [sample])
+    assert_same(sample, want)
+    rows = [e.num_tokens for e in events if e.kind == "step" and e.num_draft_tokens]
+    assert rows
+    assert max(rows) <= 2 * (1 + length)
+
+
+@pytest.mark.parametrize("name", ["garbage", "half right"])
+@pytest.mark.parametrize("stops", [False, True])
+def test_routing_under_drafts(make_engine: EngineMaker, name: str, stops: bool) -> None:
+    """Recorded for every token but the last, wherever in a draft the sample ends."""
+    params = {"max_tokens": LENGTH}
+    if stops:
+        params |= {"stop_token_ids": tuple(range(3, 120)), "min_tokens": 9}  # type: ignore[dict-item]
+    engine = make_engine(make_model("minimax"), record_routing=True)
+    groups = [group(f"g{i}", prompt(9 + 6 * i, i), n=2, **params) for i in range(3)]
+    want = generate(engine, *groups)
+    engine.use_drafter(drafter(name, want), FixedLength(3))
+    engine.reset_prefix_cache()
+    got = generate(engine, *(group(f"g{i}", prompt(9 + 6 * i, i), n=2, **params) for i in range(3)))
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+        assert a.routed_experts is not None
+        assert b.routed_experts is not None
+        assert len(a.routed_experts) == a.num_tokens - 1
+        assert np.array_equal(np.asarray(a.routed_experts), np.asarray(b.routed_experts))
+
+
+def test_kept_state_of_older_weights_under_drafts(make_engine: EngineMaker) -> None:
+    """An update finds every state where its sample stands, also if a draft was rejected right before it: what follows
+    is what follows without drafts."""
+    other = {k: v + 0.02 * torch.randn(v.shape) for k, v in make_model("lfm2").state_dict().items()}
+    finished = []
+    for name in (None, "garbage"):
+        engine = make_engine(make_model("lfm2"), kv_on_update="keep")
+        engine.use_drafter(None if name is None else drafter(name, []), FixedLength(3))
+        sample = group("a", prompt(21), max_tokens=LENGTH).samples[0]
+        run(engine, [sample], until=LENGTH // 2)
+        engine.update_weights(other, 1)
+        run(engine)
+        finished.append(sample)
+    assert_same(finished[1], finished[0])
 
 
 def test_two_threads_and_one(make: EngineMaker) -> None:
