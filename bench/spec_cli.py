@@ -1,4 +1,4 @@
-"""`longtail spec`: audits speculative decoding. Heavy imports happen inside the commands, so that --help is quick."""
+"""`longtail spec`: about speculative decoding. Heavy imports happen inside the commands, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from longtail.bench.spec_train_cli import train
+
 if TYPE_CHECKING:
     from longtail.bench.spec_audit import AuditReport
 
-app = typer.Typer(no_args_is_help=True, help="Speculative decoding: is it lossless?")
+app = typer.Typer(no_args_is_help=True, help="Speculative decoding: is it lossless, and a drafter to train.")
+app.command("train")(train)
 console = Console(stderr=True)
 ENGINES = ("native", "vllm")
-
-
-@app.callback()
-def spec() -> None:
-    """A group, also while it has a single command."""
 
 
 @app.command()
