@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from longtail.events import Event
+from longtail.sample import Sample
+
 
 @dataclasses.dataclass(slots=True)
 class Counts:
@@ -29,6 +32,21 @@ class Counts:
     def acceptance_length(self) -> float | None:
         """Tokens per verify step, the bonus counted; None if no draft was verified."""
         return self.emitted / self.steps if self.steps else None
+
+    def event(self, time: float, engine: str, sample: Sample) -> Event:
+        """What the trace says of a sample that is done."""
+        return Event(
+            "drafts",
+            time,
+            self.verify_seconds,
+            engine,
+            sample.id,
+            sample.group_id,
+            num_output_tokens=self.emitted,
+            num_draft_tokens=self.drafted,
+            num_accepted_tokens=self.accepted,
+            draft_seconds=self.draft_seconds,
+        )
 
     def add(self, other: Counts) -> None:
         self.steps += other.steps

@@ -20,6 +20,8 @@ EventKind = Literal[
     "preempt",  # a sample loses its slot for a while; num_tokens: computed tokens; detail: out of blocks, weight update
     "pause",  # a sample is taken out on request; num_tokens: output tokens so far; value: 1 with snapshot
     "finish",  # num_tokens: output tokens; detail: finish reason
+    "drafts",  # what drafting did for a sample that is done: draft tokens verified and accepted, output tokens of the
+    # steps that verified them, draft_seconds; duration: its share of these steps
     "step",  # one forward pass: see the fields below
     "save",  # KV snapshot out; num_tokens
     "restore",  # KV snapshot in; num_tokens
@@ -58,9 +60,9 @@ class Event:
     value: float = 0.0
     detail: str = ""
     num_draft_tokens: int = 0
-    """step: of the rows, drafts that were verified."""
+    """step, drafts: drafts that were verified."""
     num_accepted_tokens: int = 0
-    """step: of the output tokens, accepted drafts."""
+    """step, drafts: of these, accepted and committed."""
     draft_seconds: float = 0.0
     """step: of the duration, making drafts."""
 

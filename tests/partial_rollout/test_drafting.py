@@ -196,6 +196,10 @@ def test_events_and_counts_agree(make_engine: EngineMaker) -> None:
     assert sum(e.num_draft_tokens for e in steps) == stats.num_draft_tokens > 0
     assert sum(e.num_accepted_tokens for e in steps) == stats.num_accepted_tokens > 0
     assert sum(e.num_output_tokens for e in steps) == sum(len(s.output_ids) for s in want)
+    of_samples = [e for e in events if e.kind == "drafts"]
+    assert len({e.sample for e in of_samples}) == len(of_samples) > 0
+    assert sum(e.num_draft_tokens for e in of_samples) == stats.num_draft_tokens
+    assert sum(e.num_accepted_tokens for e in of_samples) == stats.num_accepted_tokens
     prompts = sum(len(s.prompt_ids) for s in want) - stats.num_cached_tokens
     decoded = sum(len(s.output_ids) - 1 for s in want) - stats.num_accepted_tokens
     rows = prompts + decoded + stats.num_draft_tokens

@@ -454,8 +454,8 @@ class NativeEngine:
 
     def _forget(self, sample: Sample) -> None:
         """The sample is done: what was kept to draft for it goes."""
-        if self.speculation is not None:
-            self.speculation.forget(sample.id)
+        if self.speculation is not None and (did := self.speculation.forget(sample.id)).drafted:
+            self._queue.append(did.event(self.now(), self.name, sample))
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
