@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 from longtail.bench.engine_bench import BenchFailed, quantiles, ratios
 from longtail.bench.machine import describe
 from longtail.bench.models import resolve_model
-from longtail.bench.spec_oracle import Oracle
+from longtail.bench.spec_oracle import Counting, Oracle
 from longtail.sample import Group, Sample
 from longtail.sampling_params import SamplingParams
-from longtail.spec_decode.drafter import Draft, Drafter, DraftRequest
+from longtail.spec_decode.drafter import Drafter
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -125,25 +125,6 @@ class SpecRun:
     """`Speculation.report()`."""
 
 
-class _Counting:
-    """A drafter, and how often it was asked."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.name = drafter.name
-        self.asked = 0
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        self.asked += sum(request.max_tokens > 0 for request in requests)
-        return self.drafter.propose(requests)
-
-    def observe(self, sample: Sample, num_new: int) -> None:
-        self.drafter.observe(sample, num_new)
-
-    def forget(self, sample_id: str) -> None:
-        self.drafter.forget(sample_id)
-
-
 # ---- a run
 
 
@@ -212,7 +193,7 @@ class _Bench:
             for g, prompt in enumerate(self.prompts)
         ]
 
-    def _drafter(self, contestant: Contestant) -> _Counting | None:
+    def _drafter(self, contestant: Contestant) -> Counting | None:
         from longtail.spec_decode.choice import make_drafter
 
         if contestant.drafter is None:
@@ -224,7 +205,7 @@ class _Bench:
                 made[name] = Oracle(name, self.streams, right, self.engine.spec.vocab_size, self.config.seed)
             elif name in self.makers:
                 made[name] = self.makers[name](self.engine)
-        return _Counting(make_drafter(contestant.drafter, made))
+        return Counting(make_drafter(contestant.drafter, made))
 
     def _controller(self, contestant: Contestant) -> Controller | None:
         from longtail.spec_decode.controller import Controller, ControllerConfig, FixedLength

@@ -1,14 +1,15 @@
-"""Drafters of a known quality, to measure what drafting costs and brings whatever the model says."""
+"""Drafters for measuring: of a known quality, whatever the model says, and one that counts."""
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from longtail.sample import Sample
-from longtail.spec_decode.drafter import Draft, DraftRequest
+from longtail.spec_decode.drafter import Draft, Drafter, DraftRequest
 
 
 class Oracle:
@@ -69,3 +70,28 @@ class Noise:
 
     def forget(self, sample_id: str) -> None:
         """It keeps nothing."""
+
+
+class Counting:
+    """A drafter, and what it was asked for."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.name = drafter.name
+        self.asked = 0
+        """Times that a sequence was drafted for,"""
+        self.seconds = 0.0
+        """and what that took."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        start = time.perf_counter()
+        drafts = self.drafter.propose(requests)
+        self.seconds += time.perf_counter() - start
+        self.asked += sum(request.max_tokens > 0 for request in requests)
+        return drafts
+
+    def observe(self, sample: Sample, num_new: int) -> None:
+        self.drafter.observe(sample, num_new)
+
+    def forget(self, sample_id: str) -> None:
+        self.drafter.forget(sample_id)
