@@ -199,10 +199,12 @@ def speculation(df: pd.DataFrame) -> Figure:
     left.plot(batches, even, color=INK, linewidth=1.3, linestyle="--")
     left.fill_between(batches, even, 1.0, color=INK, alpha=0.09, linewidth=0)
     handles: list[Any] = []
-    for index, name in enumerate(dict.fromkeys(df["drafter"])):
+    names = list(dict.fromkeys(df["drafter"]))
+    for index, name in enumerate(names):
         own = df[df["drafter"] == name].sort_values("batch")
         colour = RUN_COLOURS[index % len(RUN_COLOURS)]
-        style: dict[str, Any] = {"color": colour, "linewidth": 1.3, "marker": "o", "markersize": 3.5}
+        wider = 1.4 * (len(names) - 1 - index)  # seen where a later line lies on it
+        style: dict[str, Any] = {"color": colour, "linewidth": 1.3 + wider, "marker": "o", "markersize": 3.5 + wider}
         left.plot(own["batch"], own["acceptance"], **style)
         right.plot(own["batch"], own["speedup"], **style)
         handles.append(Patch(color=colour, label=name))

@@ -400,10 +400,10 @@ def verdict(rows: Sequence[Advice]) -> list[str]:
         if len(own) > 1 and last is rows[-1] and first is not rows[0]:
             where = f"From batch {first.batch} on"
         if pays:
-            speed = f"{first.best.speedup:.1f}x"
-            if f"{last.best.speedup:.1f}x" != speed:
-                speed += f" to {last.best.speedup:.1f}x"
-            lines.append(f"{where} drafting with {name} pays: {speed} expected.")
+            speeds = [row.best.speedup for row in own]
+            low, high = f"{min(speeds):.1f}x", f"{max(speeds):.1f}x"
+            expected = high if low == high else f"{low} to {high}"
+            lines.append(f"{where} drafting with {name} pays: {expected} expected.")
         elif first.best.break_even is None:
             lines.append(f"{where} drafting does not pay: not even drafts that are always right would.")
         else:

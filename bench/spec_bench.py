@@ -278,7 +278,9 @@ def check_streams(label: str, samples: Sequence[Sample], streams: Mapping[str, S
     for sample in samples:
         wanted, made = list(streams[sample.id])[: sample.params.max_tokens], sample.output_ids
         if made != wanted:
-            place = next((i for i, (a, b) in enumerate(zip(made, wanted, strict=False)) if a != b), len(made))
+            place = next(
+                (i for i, (a, b) in enumerate(zip(made, wanted, strict=False)) if a != b), min(len(made), len(wanted))
+            )
             raise BenchFailed(
                 f"{label}: sample {sample.id} has other tokens than without drafts, from output position {place} on "
                 f"({len(made)} tokens of {len(wanted)}); a verification that changes tokens has no speed"
