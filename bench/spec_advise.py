@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 ROLLOUT_SHARE = 0.35
 """Of the time, for rollouts where there is no store."""
+ROLLOUT_SLOTS = 32
+"""Samples that run at once there, at least."""
 REPLAYED_TOKENS = 30_000
 """At most; about a second for each drafter."""
 LONGEST_CONTEXT = 512
@@ -162,7 +164,7 @@ def run(config: AdviseConfig, progress: Callable[[str], None]) -> dict[str, Any]
     engine = NativeEngine(
         source,
         threads=config.threads,
-        max_num_seqs=most,
+        max_num_seqs=max(most, ROLLOUT_SLOTS),
         max_num_batched_tokens=max(512, most * (1 + config.max_drafts)),
     )
     start = time.perf_counter()
@@ -390,10 +392,15 @@ def equivalent(by_position: Sequence[float], batch: int, drafts: int, max_drafts
     return low
 
 
+def _answer(row: Advice) -> tuple[bool, str, bool]:
+    """Pays, with which drafter, could pay."""
+    return row.pays, row.best.drafter, row.best.break_even is not None
+
+
 def verdict(rows: Sequence[Advice]) -> list[str]:
     """In words: a sentence for each run of batch sizes with the same answer."""
     lines = []
-    for (pays, name), run_of in itertools.groupby(rows, key=lambda row: (row.pays, row.best.drafter)):
+    for (pays, name, _), run_of in itertools.groupby(rows, key=_answer):
         own = list(run_of)
         first, last = own[0], own[-1]
         where = f"At batch {first.batch}" if len(own) == 1 else f"At batch {first.batch} to {last.batch}"
