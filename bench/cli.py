@@ -254,7 +254,7 @@ def bench_spec(
             result["index"] = spec_index_bench()
     console.print(spec_bench.table(result))
     for line in spec_bench.findings(result):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     if index:
         console.print(spec_bench.index_table(result["index"]))
     if out is not None:

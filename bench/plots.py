@@ -203,7 +203,7 @@ def speculation(df: pd.DataFrame) -> Figure:
     for index, name in enumerate(names):
         own = df[df["drafter"] == name].sort_values("batch")
         colour = RUN_COLOURS[index % len(RUN_COLOURS)]
-        wider = 1.4 * (len(names) - 1 - index)  # seen where a later line lies on it
+        wider = 1.0 * (len(names) - 1 - index)  # seen where a later line lies on it
         style: dict[str, Any] = {"color": colour, "linewidth": 1.3 + wider, "marker": "o", "markersize": 3.5 + wider}
         left.plot(own["batch"], own["acceptance"], **style)
         right.plot(own["batch"], own["speedup"], **style)

@@ -60,7 +60,7 @@ def advise(
     plots.save(spec_advise.picture(result), out / "advice.png")
     console.print(spec_advise.table(result))
     for line in result["verdict"]:
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"Picture: {out / 'advice.png'}", highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps(result))

@@ -17,6 +17,7 @@ from longtail.bench.cli import app
 from longtail.bench.engine_bench import BenchFailed, ratios
 from longtail.bench.spec_bench import SpecBenchConfig
 from longtail.bench.spec_oracle import Oracle
+from longtail.events import Event
 from longtail.partial_rollout.engines.native import stepper
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
@@ -60,6 +61,7 @@ def test_every_contestant_runs_at_every_batch_size(result: dict[str, Any]) -> No
         assert len(row["per_repeat"]) == 2 and min(row["per_repeat"]) > 0
         assert row["speedup"] == ratios(off[row["batch"]], row["per_repeat"])
         assert row["tokens"] == row["batch"] * (NEW - 1)
+        assert row["full_batch_speedup"]["p20"] > 0
     again = json.loads(json.dumps(result))
     assert again["machine"]["threads"] == 1 and again["settings"]["lengths"] == [2]
 
@@ -142,6 +144,13 @@ def test_check_streams_by_hand() -> None:
             spec_bench.check_streams("x", [make_sample("a", made)], streams)
 
 
+def test_the_rate_while_all_decode_by_hand() -> None:
+    """Two steps of two sequences, 2 and 3 tokens in 0.5 and 1.5 s; a last one of one sequence does not count."""
+    figures = ((2, 2, 0.5), (2, 3, 1.5), (1, 1, 9.0))
+    steps = [Event("step", 0.0, d, num_seqs=seqs, num_output_tokens=made) for seqs, made, d in figures]
+    assert spec_bench.SpecRun(11.0, steps).rate(2) == 5 / 2.0
+
+
 # ---- oracles
 
 
@@ -197,7 +206,7 @@ def test_the_tables_show_every_row(result: dict[str, Any]) -> None:
         console.print(spec_bench.table(json.loads(json.dumps(result))))
         console.print(spec_bench.index_table(spec_index_bench.spec_index_bench(**sizes)))
     text = capture.get()
-    for expected in ("off", "oracle:1, always 2", "garbage", "speed-up", "3.00", "bytes / token", "1,000"):
+    for expected in ("off", "oracle:1, always 2", "garbage", "speed-up", "all", "3.00", "bytes / token", "1,000"):
         assert expected in text, text
 
 
