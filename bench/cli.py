@@ -222,13 +222,13 @@ def bench_spec(
     seed: Annotated[int, typer.Option(help="Seed of tasks and samples")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="2")] = None,
     index: Annotated[
-        bool, typer.Option("--index", help="Also what the group index costs (two minutes, 2 GB of memory)")
+        bool, typer.Option("--index", help="Also what the group index costs (15 seconds, 1 GB of memory)")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as the last line of stdout")] = False,
 ) -> None:
     """What drafting brings: acceptance, costs and speed-up of each drafter at each batch size, and that not one token
-    changes. About five minutes on two cores."""
+    changes. Three to five minutes on two cores."""
     from longtail.bench import spec_bench
     from longtail.bench.spec_index_bench import spec_index_bench
 
