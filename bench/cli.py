@@ -209,6 +209,73 @@ def _names(option: str, text: str) -> tuple[str, ...]:
     return names
 
 
+@bench.command("spec")
+def bench_spec(
+    model: Annotated[str, typer.Option(help="Model name, directory or hub id")] = "smollm2-135m",
+    drafters: Annotated[
+        str, typer.Option(help="Comma-separated: names, a>b, oracle:P (right with that probability), garbage")
+    ] = "ngram,group,group>ngram,oracle:0.8,garbage",
+    lengths: Annotated[
+        str, typer.Option(help="Fixed draft lengths to run besides, comma-separated", show_default="none")
+    ] = "",
+    batches: Annotated[str, typer.Option(help="Sequences that decode at once, comma-separated")] = "1,4,16,32",
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each sequence")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature")] = 0.7,
+    group_size: Annotated[int, typer.Option(min=1, help="Samples of each prompt")] = 8,
+    tasks: Annotated[str, typer.Option(help="Task mix, e.g. gsm or gsm_symbolic=3,chain_sum=1")] = "gsm",
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; ratios are taken pair by pair")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of tasks and samples")] = 0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="2")] = None,
+    index: Annotated[
+        bool, typer.Option("--index", help="Also what the group index costs (15 seconds, 1 GB of memory)")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as the last line of stdout")] = False,
+) -> None:
+    """What drafting brings: acceptance, costs and speed-up of each drafter at each batch size, and that not one token
+    changes. Three to five minutes on two cores."""
+    from longtail.bench import spec_bench
+    from longtail.bench.spec_index_bench import spec_index_bench
+
+    fields: dict[str, Any] = {
+        "model": str(_resolve(model)),
+        "drafters": _names("drafters", drafters),
+        "lengths": _numbers("lengths", lengths),
+        "batches": _numbers("batches", batches),
+        "new_tokens": tokens,
+        "temperature": temperature,
+        "group_size": group_size,
+        "tasks": tasks,
+        "repeats": repeats,
+        "seed": seed,
+    }
+    if threads is not None:
+        fields["threads"] = threads
+    config = spec_bench.SpecBenchConfig(**fields)
+    with console.status("measuring") as status:
+        result = spec_bench.run(config, progress=lambda text: status.update(text))
+        if index:
+            status.update("group index")
+            result["index"] = spec_index_bench()
+    console.print(spec_bench.table(result))
+    for line in spec_bench.findings(result):
+        console.print(line, highlight=False, soft_wrap=True)
+    if index:
+        console.print(spec_bench.index_table(result["index"]))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1))
+    if as_json:
+        print(json.dumps(result))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(",") if number.strip())
+    except ValueError:
+        raise ValueError(f"{option}: {text!r} is not whole numbers with commas between them") from None
+
+
 @bench.command("kv")
 def bench_kv(
     directory: Annotated[Path, typer.Option(help="On the disk to measure; nothing is left there")] = Path("."),

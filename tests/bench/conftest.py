@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -113,3 +115,44 @@ def make_writer() -> TraceWriter:
     SyntheticRun(writer.listener("sync"), "sync", budget=None).run()
     SyntheticRun(writer.listener("token-budget"), "token-budget", budget=5500).run()
     return writer
+
+
+@pytest.fixture(scope="session")
+def tiny_task_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a tokenizer (a token a byte), so that it can be given real tasks."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("task-model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    config = LlamaConfig(
+        vocab_size=len(alphabet),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def threads_as_before() -> Iterator[None]:
+    """An engine sets the threads of torch and numba, which are process-wide."""
+    import numba
+    import torch
+
+    before = torch.get_num_threads(), numba.get_num_threads()
+    yield
+    torch.set_num_threads(before[0])
+    numba.set_num_threads(before[1])

@@ -84,8 +84,9 @@ class NativeEngine:
         self.listener = listener
         self.now = clock
         if config.threads is not None:
-            torch.set_num_threads(config.threads)
+            # In this order: where numba starts its threads, it sets the number of OpenMP's, torch's among them.
             numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+            torch.set_num_threads(config.threads)
         loaded, self._source = loader.load_model(model)
         self._tokenizer = tokenizer
         weights = weights_of(loaded)
