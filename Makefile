@@ -24,7 +24,8 @@ demo: $(VENV)/.stamp-model  ## run the benchmark on a real small model and write
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-model  ## run all tests, the slow ones too
 	@# Triton interprets or compiles, once decided for a process: three processes, and all of them run.
 	@# The two of Triton run beside each other, each on one core.
-	@failed=0; $(bin)/pytest tests || failed=1; \
+	@# The others run one file on each core, with one thread each.
+	@failed=0; OMP_NUM_THREADS=1 $(bin)/pytest tests -n auto --maxprocesses 4 --dist loadfile || failed=1; \
 	    log=$$(mktemp); $(bin)/pytest tests/triton_compile >$$log 2>&1 & other=$$!; \
 	    echo "pytest tests/triton"; $(bin)/pytest tests/triton || failed=1; \
 	    wait $$other || failed=1; echo "pytest tests/triton_compile"; cat $$log; rm -f $$log; exit $$failed

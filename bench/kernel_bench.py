@@ -61,8 +61,9 @@ def run(config: KernelBenchConfig, progress: Callable[[str], None] = lambda text
         if config.threads is not None:
             import numba
 
-            torch.set_num_threads(config.threads)
+            # In this order: numba, when it starts its threads, sets torch's number to all cores.
             numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+            torch.set_num_threads(config.threads)
             machine["threads"] = config.threads
         measure = CpuBench(machine, config.repeats).measure
         dtypes = config.dtypes or ("float32",)

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from longtail.bench import spec_advise_cli
 from longtail.bench.spec_train_cli import train
 
 if TYPE_CHECKING:
     from longtail.bench.spec_audit import AuditReport
 
-app = typer.Typer(no_args_is_help=True, help="Speculative decoding: is it lossless, and a drafter to train.")
+app = typer.Typer(
+    no_args_is_help=True, help="Speculative decoding: will it pay, is it lossless, and a drafter to train."
+)
+spec_advise_cli.register(app)
 app.command("train")(train)
 console = Console(stderr=True)
 ENGINES = ("native", "vllm")
