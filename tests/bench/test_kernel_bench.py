@@ -97,7 +97,7 @@ def test_the_table_says_where_it_ran() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ops", "attention"], "ops: attention unknown; there are batch_invariant_linear, copy_blocks"),
+        (["--ops", "attention"], "ops: attention unknown; there are batch_invariant_linear, causal_conv, copy_blocks"),
         (["--dtypes", "fp8"], "dtypes: fp8 unknown; there are float32"),
         (["--ops", " , "], "ops: no name in ' , '"),
         (["--dtypes", "bfloat16", "--ops", "rms_norm"], "nothing to measure"),

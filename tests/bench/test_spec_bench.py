@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -18,7 +20,7 @@ from longtail.bench.engine_bench import BenchFailed, ratios
 from longtail.bench.spec_bench import SpecBenchConfig
 from longtail.bench.spec_oracle import Oracle
 from longtail.events import Event
-from longtail.partial_rollout.engines.native import stepper
+from longtail.partial_rollout.engines.native import verification
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
 from longtail.spec_decode.drafter import DraftRequest
@@ -130,7 +132,10 @@ def test_a_tail_has_siblings_that_are_done(settings: dict[str, Any]) -> None:
 def test_a_verification_that_changes_tokens_has_no_speed(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stepper, "_accepted", lambda sampled, tokens: [len(item.drafts) for item in sampled])
+    def accepts_all(drafts: torch.Tensor, sampled: torch.Tensor, cu_drafts: torch.Tensor) -> Any:
+        return SimpleNamespace(accepted=cu_drafts.diff())
+
+    monkeypatch.setattr(verification, "verify_drafts", accepts_all)
     config = SpecBenchConfig(**settings, drafters=("garbage",), lengths=(2,))
     with pytest.raises(BenchFailed, match="garbage, always 2: sample group 0/0 has other tokens than without drafts"):
         spec_bench.run(config, lambda text: None)

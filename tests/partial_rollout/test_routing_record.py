@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from longtail import NativeEngine, Rollout, RoutedExperts, Sample, TokenBudget, UnsupportedModel
 from longtail.kv_manager.tier_config import TierConfig
 from longtail.partial_rollout.engines.native import moe
+from longtail.partial_rollout.engines.native.verification import Verdict
 from longtail.spec_decode.controller import FixedLength
 
 LENGTH = 20
@@ -224,7 +225,7 @@ def test_a_prompt_without_output_is_routed_anew(make: EngineMaker, model: PreTra
 # ---- what cannot be
 
 
-@pytest.mark.parametrize("where", ["sampler", "_commit"])
+@pytest.mark.parametrize("where", ["verify", "_commit"])
 def test_a_step_that_fails_leaves_no_row_behind(
     make: EngineMaker, expected: Sample, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -255,7 +256,7 @@ def test_a_sample_that_fails_has_the_rows_of_its_tokens(
     engine = make()
     sample = group("a", prompt(21), max_tokens=LENGTH).samples[0]
     run(engine, [sample], until=5)
-    monkeypatch.setattr(engine.stepper, "sampler", lambda *_: (np.zeros(1, int), np.zeros(1), {0: "a NaN"}))
+    monkeypatch.setattr(engine.stepper, "verify", lambda *_: [Verdict([-1], [0.0], "a NaN")])
     engine.step()
     assert sample.status == "failed" and len(sample.output_ids) == 5
     assert np.array_equal(rows(sample), rows(expected)[:25])
