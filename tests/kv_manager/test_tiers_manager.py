@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,3 +180,27 @@ def test_a_footprint_is_little_more_than_what_it_holds(nbytes: int) -> None:
     size = footprint(nbytes)
     assert nbytes <= size <= max(nbytes * 9 / 8, nbytes + host_memory.HUGE_PAGE)
     assert size == nbytes or size % host_memory.HUGE_PAGE == 0
+
+
+def test_buffers_are_pinned_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a CUDA that only keeps a record: each buffer is registered once, and given back before it is unmapped."""
+    pinned: dict[int, int] = {}
+
+    def register(address: int, size: int, flags: int) -> int:
+        assert address not in pinned
+        pinned[address] = size
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory, nbytes = HostMemory(), 8 << 20
+    first, second = memory.take(nbytes, 1 << 30), memory.take(nbytes, 1 << 30)
+    assert pinned == {t.data_ptr(): footprint(nbytes) for t in (first, second)}
+    address = first.data_ptr()
+    del first
+    again = memory.take(nbytes, 1 << 30)  # used again, as it is
+    assert again.data_ptr() == address and len(pinned) == 2
+    del again, second
+    memory.trim(0)
+    assert not pinned
