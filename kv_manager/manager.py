@@ -88,12 +88,6 @@ class KVManager:
         return sum(group.pool.num_free for group in self.groups)
 
     @property
-    def can_rewind(self) -> bool:
-        """Whether the last computed token can simply be computed again: nothing before a window is gone, and no state
-        has moved on."""
-        return self.states is None and not any(layout.window for layout in self.layouts)
-
-    @property
     def bytes_per_block(self) -> int:
         """Of one block in each group."""
         return sum(group.layout.block_bytes for group in self.groups)

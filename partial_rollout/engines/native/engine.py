@@ -193,22 +193,7 @@ class NativeEngine:
             scheduled = self._schedule()
             if not scheduled:
                 return StepOutput(self._version, [], 0, 0)
-            try:
-                return self._step(scheduled)
-            except BaseException:
-                self._rewind()
-                raise
-
-    def _rewind(self) -> None:
-        """Sequences that were computed and got no token: their last position is computed again, to the same bits."""
-        for seq in [seq for seq in self.scheduler.running if not seq.num_uncomputed_tokens]:
-            if self.kv.can_rewind:
-                seq.num_computed_tokens -= 1
-            else:
-                self.scheduler.running.remove(seq)
-                self._back_to_waiting(seq, "failed step")
-                self.scheduler.waiting.appendleft(seq)
-                self.admission.arrive(seq, first=True)
+            return self._step(scheduled)
 
     def _schedule(self) -> list[Scheduled]:
         while True:

@@ -95,9 +95,10 @@ class Stepper:
         start = self.now()
         sampled = [item for item in scheduled if item.num_tokens == item.seq.num_uncomputed_tokens]
         decoding = [item for item in sampled if item.seq.sample.output_ids]
-        prefill = sum(item.num_tokens for item in scheduled) - len(decoding)
+        known = sum(item.num_tokens for item in scheduled)
+        prefill = known - len(decoding)
         context = sum(item.seq.num_computed_tokens + item.num_tokens for item in scheduled)
-        drafts = self._draft(decoding, sum(item.num_tokens for item in scheduled), prefill)
+        drafts = self._draft(decoding, known, prefill)
         rows: list[int] = []
         first = 0
         for item in scheduled:
@@ -125,7 +126,7 @@ class Stepper:
             # One sequence after the other, so that an interrupt leaves each as it was or done with.
             self._commit(outcome, verdict, version)
             outcome.accepted = min(verdict.accepted, outcome.emitted)
-            count = item.num_tokens + max(outcome.emitted - 1, 0)
+            count = item.num_tokens + outcome.emitted - 1  # the last known token is always left to compute
             lives_on = outcome.end is None and outcome.failure is None
             if self.kv.states is not None and outcome.accepted < len(item.drafts) and lives_on:
                 self.routing.record(item.seq, item.seq.num_computed_tokens + count)
