@@ -26,12 +26,16 @@ Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that one layer keeps."""
 
 
+SLOTS = 3
+"""For each sequence there is room for: the two that it holds, and a copy."""
+
+
 class StateSlots:
     """shapes: of each layer that keeps a state. There is room for `most` sequences and as many copies."""
 
     def __init__(self, shapes: tuple[Shapes, ...], most: int) -> None:
         self.layout = state_layout(shapes)
-        self.num_slots = 3 * most
+        self.num_slots = most * SLOTS
         self.tensors = [tuple(torch.zeros(self.num_slots, *shape) for shape in layer) for layer in shapes]
         """Of each layer: float32 [slots, *shape] for each of its shapes."""
         self._flat = [t.flatten(1) for layer in self.tensors for t in layer]

@@ -9,7 +9,7 @@ import torch
 
 from longtail.kv_manager.layout import split_blocks
 from longtail.kv_manager.manager import KVManager
-from longtail.kv_manager.states import StateSlots, state_layout
+from longtail.kv_manager.states import SLOTS, StateSlots, state_layout
 from longtail.partial_rollout.engines.native.spec import DecoderSpec
 
 
@@ -44,7 +44,7 @@ def make_kv(
     shapes = tuple(spec.layers[i].shapes for i in spec.states)
     states = None
     if shapes:
-        needed = 3 * max_num_seqs * state_layout(shapes).block_bytes
+        needed = SLOTS * max_num_seqs * state_layout(shapes).block_bytes
         if needed > budget:
             raise ValueError(
                 f"kv_cache_bytes {budget} is not enough: the states of max_num_seqs {max_num_seqs} samples need "

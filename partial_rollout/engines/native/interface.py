@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from longtail.errors import ExactNumericsUnavailable, UnsupportedModel
-from longtail.kernels.activation import gelu_tanh, silu_mul
+from longtail.kernels.activation import gelu_tanh
 from longtail.kernels.attention import AttentionVariant, paged_attention
+from longtail.kernels.gates import silu
 from longtail.kernels.kv import store_kv
 from longtail.kernels.linear import Backend, PackedLinear, RowRule
 from longtail.kernels.norm import rms_norm, rms_norm_reference
@@ -63,8 +64,7 @@ class _RowInvariantSiLU(nn.Module):
     path with another exponential)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        return silu_mul(torch.cat([flat, torch.ones_like(flat)], dim=-1)).view(x.shape)
+        return silu(x)
 
 
 class _RowInvariantGELU(nn.Module):
