@@ -9,44 +9,80 @@ rollout.update_weights(weights, version)   # the next collect() resumes what was
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from longtail.errors import LongtailError, StoreFull
+from longtail.errors import StoreFull
 from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engine import Engine
+from longtail.partial_rollout.generation import Decode, Generation, Refill
+from longtail.partial_rollout.groups import GroupRules, GroupState
+from longtail.partial_rollout.length_bias import LengthBias
+from longtail.partial_rollout.length_estimates import LengthEstimates
 from longtail.partial_rollout.repetition import RepetitionDetector
+from longtail.partial_rollout.staleness import StalenessRule
 from longtail.partial_rollout.store import SampleStore
-from longtail.partial_rollout.strategies import RolloutState, Strategy, Sync
+from longtail.partial_rollout.strategies import Strategy, Sync, make_strategy
 from longtail.sample import Group, Sample
 from longtail.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from longtail.partial_rollout.environment import EnvironmentRunner
+    from longtail.partial_rollout.grading import Grade, GradeRequest
 
 
 class Rollout:
     """Drives one engine under one strategy.
 
+    strategy: an object, or a name with its settings ("token-budget:8000", "over-issue:groups=32,extra=8",
+    "my_package.my_module:MyStrategy"); None: `Sync`.
     store: a directory (made if need be) in which samples outlive the process: opened again, the rollout continues
     where the last commit left it (submit only what `id in rollout.store` denies; see `SampleStore` for what a trainer
     does that was killed itself). A `SampleStore` for its settings; None: in memory. `close`, or leaving a
     `with Rollout(...)`, closes it.
     snapshots: keep the KV of paused samples (else they continue from their tokens, to the same result); with a store on
     disk, there too, in `<store>/kv`, so that they continue from it in a later process.
+    grader: scores finished samples while others decode (`GraderPool`, say); a group is complete when all are scored. It
+    stays the caller's, as the engine does.
+    environment: what samples with `multi_turn` talk to (`EnvironmentRunner`).
+    decode: token ids -> text, for graders and environments that want text.
+    rules: what becomes of failed samples and of groups with equal rewards. refill: gives a fresh group (or None) in the
+    place of one that was dropped. staleness: how old a token may be (None: however old).
     repetition: end looping responses early, with finish_reason "repetition".
+    background: generate in a thread between `collect`s too; for strategies that keep samples running.
+
+    Calls from several threads wait for each other.
     """
 
     def __init__(
         self,
         engine: Engine,
         *,
-        strategy: Strategy | None = None,
+        strategy: Strategy | str | None = None,
         store: SampleStore | str | Path | None = None,
         snapshots: bool = True,
+        grader: Any = None,
+        environment: EnvironmentRunner | None = None,
+        decode: Decode | None = None,
+        rules: GroupRules | None = None,
+        refill: Refill | None = None,
+        staleness: StalenessRule | None = None,
         repetition: RepetitionDetector | None = None,
+        background: bool = False,
         listener: Listener = ignore,
     ) -> None:
+        rules = rules or GroupRules()
+        if rules.zero_variance == "drop" and grader is None:
+            raise ValueError('zero_variance="drop" compares rewards; give the rollout a grader')
         self.engine = engine
-        self.strategy: Strategy = Sync() if strategy is None else strategy
+        self.strategy = make_strategy(strategy)
+        if background and not self.strategy.keeps_running:
+            raise ValueError(
+                f"background: {self.strategy.name} pauses everything between collects; take a strategy that keeps "
+                'samples running ("bounded-staleness"), or background=False'
+            )
         self.store = store if isinstance(store, SampleStore) else SampleStore(store)
         try:
             if snapshots and engine.tiers is not None:
@@ -55,17 +91,37 @@ class Rollout:
             if self.store is not store:
                 self.store.close()
             raise
-        self.snapshots = snapshots
-        self.repetition = repetition
         self.listener = listener
         self.iteration = self.store.iteration
+        self.length_bias = LengthBias()
         self._named = self.store.num_submitted
-        self._counted = engine.stats()
-        """What the ledger knows of the engine's counts."""
+        self._turn = _Turn()
+        self._generation = Generation(
+            engine,
+            self.store,
+            self.strategy,
+            rules=rules,
+            staleness=staleness,
+            grader=grader,
+            environment=environment,
+            decode=decode,
+            repetition=repetition,
+            snapshots=snapshots,
+            submit=lambda group: self._submit([group]),
+            refill=refill,
+            listener=listener,
+        )
+        self._loop = _Loop(self._work, self._turn) if background else None
 
     def close(self) -> None:
-        """Closes the store, when the KV of paused samples is on its disk. The engine stays the caller's."""
-        self.store.close()
+        """Stops generating and closes the store, when the KV of paused samples is on its disk. The engine, graders and
+        environments stay the caller's."""
+        if self._loop is not None:
+            self._loop.stop()
+        with self._turn:
+            if self.store.is_open:
+                self._generation.halt()
+            self.store.close()
 
     def __enter__(self) -> Rollout:
         return self
@@ -73,12 +129,23 @@ class Rollout:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def lengths(self) -> LengthEstimates:
+        """What is known of how long responses get."""
+        return self._generation.state.lengths
+
+    # -- prompts in ---------------------------------------------------------------------------------------------------
+
     def submit(self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None) -> list[Group]:
         """prompts: token ids (params.n samples each), or groups made by the caller. Any number, any time.
 
         ValueError if the engine cannot run a sample (empty or too long a prompt, unknown token ids, ...) or a group id
         was used before; then none of them is taken.
         """
+        with self._turn:
+            return self._submit(prompts, params)
+
+    def _submit(self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None) -> list[Group]:
         groups: list[Group] = []
         number = self._named
         for prompt in prompts:
@@ -97,118 +164,173 @@ class Rollout:
         for group in groups:
             for sample in group.samples:
                 sample.timings.submitted = self.engine.now()
-                self._emit("submit", sample, num_tokens=len(sample.prompt_ids))
+                self._emit("submit", sample=sample.id, group=group.id, num_tokens=len(sample.prompt_ids))
+            self._generation.open(group)
         return groups
 
+    def cancel(self, group_ids: Iterable[str]) -> None:
+        """Throws groups away, whatever their samples are doing. ValueError for one that is not here; then none is."""
+        with self._turn:
+            groups = [self._group(group_id) for group_id in dict.fromkeys(group_ids)]
+            for group in groups:
+                self._generation.drop(group, "aborted")
+
+    def _group(self, group_id: str) -> GroupState:
+        group = self._generation.state.groups.get(group_id)
+        if group is None:
+            raise ValueError(f"group_ids: {group_id!r} is not in the rollout (handed over, dropped, never submitted)")
+        return group
+
+    # -- groups out ---------------------------------------------------------------------------------------------------
+
     def collect(self, *, wait: bool = False) -> list[Group]:
-        """Generates until the strategy stops waiting (wait=True: until everything is finished), pauses what is left,
-        and hands over the groups that are complete. Each group is handed over once."""
+        """Generates until the strategy stops waiting (wait=True: until everything is finished), pauses what is left
+        (or lets it run, as the strategy has it), and hands over complete groups, oldest first. Each group is handed
+        over once."""
         strategy: Strategy = Sync() if wait else self.strategy
-        unfinished = self.store.unfinished()
-        state = RolloutState(
-            iteration=self.iteration,
-            paused=[s for s in unfinished if s.status == "paused"],
-            fresh=[s for s in unfinished if s.status != "paused"],
-            running={},
-            started_with={},
-        )
-        self._counted = self.engine.stats()
-        self._mark("iteration_start", value=float(self.engine.version))
-        try:
-            self._generate(strategy, state)
-        finally:  # also after an error or an interrupt: the engine is empty again, and nothing is lost
-            self._pause([s for s in state.running.values() if not s.is_done], state)
-            self._commit()
-        groups = self.store.complete()
+        generation = self._generation
+        with self._turn:
+            self._begin(strategy)
+        if self._loop is not None:
+            self._loop.wait(lambda: self._is_over(strategy))
+        with self._turn:
+            keep = False
+            try:
+                while not self._is_over(strategy) and generation.advance():
+                    pass
+                keep = strategy.keeps_running
+            finally:  # also after an error or an interrupt: the engine is empty, and nothing is lost
+                if not keep:
+                    generation.halt()
+                generation.commit()
+            return self._hand_over(strategy)
+
+    def _begin(self, strategy: Strategy) -> None:
+        self._emit("iteration_start", value=float(self.engine.version))
+        self._generation.begin(strategy, self.iteration)
+
+    def _is_over(self, strategy: Strategy) -> bool:
+        return strategy.stop_waiting(self._generation.state) and not self._generation.is_awaiting
+
+    def _hand_over(self, strategy: Strategy) -> list[Group]:
+        generation = self._generation
+        leaving = strategy.hand_over(generation.state)
+        groups = [group.group for group in leaving]
         for group in groups:
             tokens = sum(len(s.output_ids) for s in group.samples)
-            self.listener(
-                Event(
-                    "hand_over",
-                    self.engine.now(),
-                    group=group.id,
-                    iteration=self.iteration,
-                    num_seqs=len(group.samples),
-                    num_tokens=tokens,
-                )
-            )
+            detail = generation.staleness_of(group)
+            self._emit("hand_over", group=group.id, num_seqs=len(group.samples), num_tokens=tokens, detail=detail)
         total = sum(len(s.output_ids) for g in groups for s in g.samples)
-        self._mark("iteration_end", num_seqs=len(groups), num_tokens=total)
+        self._emit("iteration_end", num_seqs=len(groups), num_tokens=total)
         self.store.hand_over(groups, self.iteration)  # last: whatever raised above, no complete group is lost
+        generation.leave(leaving)
+        self._measure(groups)
         self.iteration += 1
         return groups
 
-    def _generate(self, strategy: Strategy, state: RolloutState) -> None:
-        while True:
-            self._admit(strategy, state)
-            if not state.running:
-                if (state.paused or state.fresh) and self.engine.num_free_slots == 0:
-                    raise LongtailError(
-                        f"engine {self.engine.name} has no free slot: somebody else's samples hold all of them; "
-                        "finish, pause or abort those first"
-                    )
-                return
-            out = self.engine.step()
-            if self.store.commit_due:
-                self._commit()
-            state.num_output_tokens += out.num_output_tokens
-            for sample in out.finished:
-                state.running.pop(sample.id, None)
-            self._end_loops(state)
-            if strategy.stop_waiting(state):
-                return
-            self._pause(strategy.to_pause(state), state)
-
-    def _commit(self) -> None:
-        before, self._counted = self._counted, self.engine.stats()
-        self.store.count(
-            recomputed=self._counted.num_recomputed_tokens - before.num_recomputed_tokens,
-            restored=self._counted.num_restored_tokens - before.num_restored_tokens,
-            rejected_drafts=self._counted.num_rejected_tokens - before.num_rejected_tokens,
-        )
-        self.store.commit()
+    def _measure(self, groups: list[Group]) -> None:
+        trained = [len(s.output_ids) for g in groups for s in g.samples if s.status == "finished"]
+        unfinished = [
+            len(s.output_ids) for g in self._generation.state.groups.values() for s in g.samples if s.output_ids
+        ]
+        if trained or unfinished:
+            self.length_bias.observe(self.iteration, trained, unfinished)
 
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        """Between collects. Paused samples keep their tokens, with the version that made each."""
-        with contextlib.suppress(StoreFull):  # the next commit says so; this one records the KV that is on disk by now
-            self.store.commit()
-        self.engine.update_weights(weights, version)
+        """At any time, between two steps. Samples keep their tokens, with the version that made each; what is too old
+        now is dealt with as the staleness rule says."""
+        with self._turn:
+            with contextlib.suppress(StoreFull):  # the next commit says so; this one records what is on disk by now
+                self.store.commit()
+            self.engine.update_weights(weights, version)
+            self._generation.weights_updated()
 
-    def _admit(self, strategy: Strategy, state: RolloutState) -> None:
-        for _ in range(self.engine.num_free_slots):
-            sample = strategy.next_sample(state)
-            if sample is None:
-                break
-            queue = state.paused if sample.status == "paused" else state.fresh
-            self.store.watch([sample])
-            self.engine.add([sample])
-            queue.remove(sample)
-            state.started_with[sample.id] = len(sample.output_ids)
-            state.running[sample.id] = sample
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _pause(self, samples: list[Sample], state: RolloutState) -> None:
-        if not samples:
-            return
-        for sample in self.engine.pause([s.id for s in samples], snapshot=self.snapshots):
-            del state.running[sample.id]
-            # A sample that never got a token is as fresh as before.
-            if not sample.output_ids and sample.snapshot is None:
-                sample.status = "waiting"
-                self.store.unwatch([sample])
-                state.fresh.append(sample)
-            else:
-                state.paused.append(sample)
+    def _work(self) -> bool:
+        """One turn of the thread. -> False if there is nothing to do."""
+        return self._generation.advance()
 
-    def _end_loops(self, state: RolloutState) -> None:
-        if self.repetition is None:
-            return
-        loops = [s.id for s in state.running.values() if self.repetition(s.output_ids)]
-        for sample in self.engine.abort(loops, reason="repetition") if loops else ():
-            del state.running[sample.id]
+    def check_integrity(self) -> None:
+        """AssertionError if samples, groups, store and ledger do not add up. Call between steps."""
+        with self._turn:
+            self._generation.check_integrity()
+            self.store.check_balance()
 
-    def _emit(self, kind: EventKind, sample: Sample, **fields: Any) -> None:
-        now = self.engine.now()
-        self.listener(Event(kind, now, sample=sample.id, group=sample.group_id, iteration=self.iteration, **fields))
-
-    def _mark(self, kind: EventKind, **fields: Any) -> None:
+    def _emit(self, kind: EventKind, **fields: Any) -> None:
         self.listener(Event(kind, self.engine.now(), iteration=self.iteration, **fields))
+
+
+class _Turn:
+    """A lock that its background thread gives up as soon as a caller wants it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._callers = 0
+        self._count = threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._count:
+            self._callers += 1
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        with self._count:
+            self._callers -= 1
+            self._count.notify_all()
+
+    @contextlib.contextmanager
+    def last(self) -> Iterator[None]:
+        """Entered when no caller wants it."""
+        with self._count:
+            self._count.wait_for(lambda: not self._callers)
+        with self._lock:
+            yield
+
+
+class _Loop:
+    """Works in a thread, and sleeps while there is nothing to do."""
+
+    def __init__(self, work: Callable[[], bool], turn: _Turn) -> None:
+        self._work, self._turn = work, turn
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._idle = False
+        self._thread = threading.Thread(target=self._run, name="longtail-rollout", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                with self._turn.last():
+                    did = self._work()
+            except BaseException as error:  # told to the caller that waits
+                did, self._error = False, error
+            with self._changed:
+                self._idle = not did
+                self._changed.notify_all()
+                if not did and not self._stopping:
+                    self._changed.wait(0.02)
+                self._changed.wait_for(lambda: self._error is None or self._stopping)  # until a caller has heard of it
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Until it is over, or there is nothing to do. What the thread raised is raised here."""
+        while True:
+            with self._changed:
+                self._changed.wait(0.05)
+                error, self._error = self._error, None
+                idle = self._idle
+                self._changed.notify_all()
+            if error is not None:
+                raise error
+            with self._turn:
+                if idle or is_over():
+                    return
+
+    def stop(self) -> None:
+        self._stopping = True
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join()

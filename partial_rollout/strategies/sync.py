@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from longtail.partial_rollout.strategies.base import RolloutState, unfinished_first
-from longtail.sample import Sample
+from longtail.partial_rollout.strategies.base import Strategy
 
 
-class Sync:
-    """An iteration ends when every submitted sample has ended. Strictly on-policy; the tail is waited out."""
+class Sync(Strategy):
+    """An iteration ends when everything that it works on has ended. Strictly on-policy; the tail is waited out.
+
+    groups: it works on so many groups, the oldest; None: on all.
+    """
 
     name = "sync"
-
-    def next_sample(self, state: RolloutState) -> Sample | None:
-        return unfinished_first(state)
-
-    def to_pause(self, state: RolloutState) -> list[Sample]:
-        return []
-
-    def stop_waiting(self, state: RolloutState) -> bool:
-        return False

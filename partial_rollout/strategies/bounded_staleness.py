@@ -1,0 +1,36 @@
+"""AReaL's asynchronous generation (arXiv 2505.24298, section 5.1): it never stops, and admission bounds the staleness."""
+
+from __future__ import annotations
+
+from longtail.partial_rollout.groups import GroupState
+from longtail.partial_rollout.strategies.base import Admit, RolloutState, Strategy, positive
+from longtail.sample import Sample
+
+
+class BoundedStaleness(Strategy):
+    """An iteration hands over `groups` groups, the oldest of those that are complete, as soon as there are so many. The
+    others stay in the engine: new weights take their place between two steps, under running samples.
+
+    A group is begun only while fewer than (eta + 1) x `groups` are begun and not handed over. This is AReaL's rule
+    capacity = min(slots - running, (eta + version + 1) x batch - (accepted + running)), in which version x batch is what
+    was handed over. It bounds the staleness of what is trained at the time it is begun; a group that then takes longer
+    than others may exceed it. For a hard bound give the rollout a `StalenessRule`.
+    """
+
+    name = "bounded-staleness"
+    keeps_running = True
+
+    def __init__(self, groups: int, eta: int = 1) -> None:
+        super().__init__(groups=positive("groups", groups))
+        self.wanted, self.eta = groups, positive("eta", eta, 0)
+
+    def admit(self, sample: Sample, state: RolloutState) -> Admit | None:
+        if not state.group(sample).started and state.num_started >= (self.eta + 1) * self.wanted:
+            return None
+        return Admit(sample)
+
+    def stop_waiting(self, state: RolloutState) -> bool:
+        return len(state.ready) >= self.wanted
+
+    def hand_over(self, state: RolloutState) -> list[GroupState]:
+        return state.oldest_ready(self.wanted)
