@@ -11,17 +11,15 @@ graders and the environments brought. It knows nothing of iterations' ends: that
 from __future__ import annotations
 
 import json
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from longtail.errors import LongtailError
 from longtail.events import Event, EventKind, Listener
-from longtail.partial_rollout.background import Background
 from longtail.partial_rollout.engine import Engine
-from longtail.partial_rollout.environment import EnvironmentRunner, Turn, TurnRequest
-from longtail.partial_rollout.grading import Grade, GradeRequest
+from longtail.partial_rollout.environment import Turn
+from longtail.partial_rollout.grading import Grade
 from longtail.partial_rollout.groups import GroupRules, GroupState, is_zero_variance
 from longtail.partial_rollout.ledger import Line
 from longtail.partial_rollout.length_estimates import LengthEstimates
@@ -30,12 +28,10 @@ from longtail.partial_rollout.repetition import RepetitionDetector
 from longtail.partial_rollout.staleness import StalenessRule
 from longtail.partial_rollout.store import SampleStore
 from longtail.partial_rollout.strategies.base import Admit, RolloutState, Strategy
+from longtail.partial_rollout.workers import Workers
 from longtail.sample import FinishReason, Group, Sample
 
-Decode = Callable[[Sequence[int]], str]
 Refill = Callable[[], Group | None]
-WAIT_SECONDS = 0.005
-"""Between two looks at graders and environments, when both have work and nothing runs."""
 
 
 class Generation:
@@ -49,32 +45,26 @@ class Generation:
         *,
         rules: GroupRules,
         staleness: StalenessRule | None,
-        grader: Background | None,
-        environment: EnvironmentRunner | None,
-        decode: Decode | None,
+        workers: Workers,
         repetition: RepetitionDetector | None,
         snapshots: bool,
-        submit: Callable[[Group], None],
+        submit: Callable[[Group], object],
         refill: Refill | None,
         listener: Listener,
     ) -> None:
         self.engine, self.store, self.strategy = engine, store, strategy
         self.rules, self.staleness, self.repetition = rules, staleness, repetition
-        self.grader, self.environment, self.decode = grader, environment, decode
+        self.workers = workers
         self.snapshots, self.listener = snapshots, listener
         self._submit, self._refill = submit, refill
         queue = SampleQueue(self._order, lambda sample: (self.state.group(sample).number, sample.index))
         self.state = RolloutState(LengthEstimates(), queue)
         self._awaited: set[str] = set()
         """Groups that the iteration has to finish, whatever the strategy says (staleness)."""
-        self._parked: dict[str, Sample] = {}
-        """Samples that wait for their environment."""
-        self._ungraded: dict[str, Sample] = {}
-        """Samples that a grader has."""
-        self._results: deque[Grade | Turn] = deque()
-        """What graders and environments have brought."""
         self._counted = engine.stats()
         self._number = 0
+        self.dropped: list[Sample] = []
+        """Samples that left otherwise than by hand-over; whoever counts them empties it."""
         for group in store:
             self.open(group)
 
@@ -89,6 +79,7 @@ class Generation:
         state.num_started += known.started
         state.groups[group.id] = known
         known.needed = self.strategy.needed(known, state)
+        state.lengths.add(group)
         for sample in list(samples):
             if sample.is_done:
                 self._grade(sample)
@@ -110,6 +101,7 @@ class Generation:
         """Throws a group away, whatever its samples are doing."""
         self._pause(self._in_engine(group.samples))
         tokens = sum(s.num_generated for s in group.samples)
+        self.dropped += group.samples
         self.store.discard([group.group], line)
         self._forget(group.samples)
         self._emit("discard", group=group.id, num_seqs=len(group.samples), num_tokens=tokens, detail=line)
@@ -154,7 +146,7 @@ class Generation:
         self._collect_background()
         self._admit()
         if not state.running:
-            if self._num_pending:
+            if len(self.workers):
                 self._wait()
                 return True
             if state.queue.num_eligible and not self.engine.num_free_slots:
@@ -163,7 +155,7 @@ class Generation:
                     "finish, pause or abort those first"
                 )
             return False
-        out = self.engine.step(horizon=self.strategy.horizon(state), until=self._next_time())
+        out = self.engine.step(horizon=self.strategy.horizon(state), until=self.workers.next_time())
         if self.store.commit_due:
             self.commit()
         state.num_output_tokens += out.num_output_tokens
@@ -205,6 +197,7 @@ class Generation:
                 return
             sample, group = chosen.sample, state.group(chosen.sample)
             self.store.watch([sample])
+            state.lengths.admit(sample)
             self.engine.add([sample], limit=chosen.limit)
             state.queue.remove(sample)
             state.running[sample.id] = sample
@@ -250,10 +243,7 @@ class Generation:
         for sample in batch:
             self.state.queue.discard(sample)
             self.state.running.pop(sample.id, None)
-        for worker, held in self._workers():
-            ids = [s.id for s in batch if held.pop(s.id, None) is not None]
-            if ids:
-                worker.cancel(ids)
+        self.workers.forget(batch)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -275,20 +265,21 @@ class Generation:
 
     def _places(self, sample: Sample) -> int:
         """In how many places it is: one."""
-        state = self.state
-        held = (state.queue, state.running, self._parked, self._ungraded)
-        found = [sample in held[0], *(sample.id in ids for ids in held[1:])]
-        group = state.groups.get(sample.group_id)
-        return sum(found) + (group is not None and sample in group.ended)
+        state, group = self.state, self.state.groups.get(sample.group_id)
+        places = (sample in state.queue, sample.id in state.running, sample in self.workers)
+        return sum(places) + (group is not None and sample in group.ended)
 
     def _ended(self, sample: Sample) -> None:
         """The engine, or an environment, is done with a sample."""
         if sample.status == "failed":
             self._failed(sample)
             return
-        self.state.lengths.observe(sample)
+        group = self.state.group(sample)
+        if sample.id not in group.measured:
+            group.measured.add(sample.id)
+            self.state.lengths.observe(sample)
         self._grade(sample)
-        for sibling in self.state.group(sample).samples:
+        for sibling in group.samples:
             self.state.queue.reorder(sibling)
 
     def _failed(self, sample: Sample) -> None:
@@ -297,7 +288,7 @@ class Generation:
             why = sample.failure or ""
             self.store.cut(sample, 0, "failed")
             sample.attempts += 1
-            self._emit("retry", sample, detail=why)
+            self._emit("retry", sample, value=sample.attempts, detail=why)
             self.state.queue.add(sample)
         elif self.rules.failed == "smaller":
             self._done(sample)
@@ -308,24 +299,10 @@ class Generation:
 
     def _grade(self, sample: Sample) -> None:
         wants = sample.status == "finished" and sample.reward is None and sample.grade_failure is None
-        if self.grader is None or not wants:
+        if self.workers.grader is None or not wants:
             self._done(sample)
             return
-        if sample.id in self._ungraded:
-            return
-        group = self.state.group(sample)
-        self._ungraded[sample.id] = sample
-        self.grader.submit(
-            GradeRequest(
-                sample_id=sample.id,
-                group_id=sample.group_id,
-                task=group.group.task,
-                prompt_ids=sample.prompt_ids,
-                output_ids=tuple(sample.output_ids),
-                text=None if self.decode is None else self.decode(sample.output_ids),
-                finish_reason=sample.finish_reason,
-            )
-        )
+        self.workers.grade(sample, self.state.group(sample).group.task)
 
     def _done(self, sample: Sample) -> None:
         group = self.state.group(sample)
@@ -346,55 +323,30 @@ class Generation:
     def _remove(self, group: GroupState, samples: list[Sample], line: Line) -> None:
         """Takes samples out of their group for good."""
         self._pause(self._in_engine(samples))
+        self.dropped += samples
         self.store.remove(samples, line)
         self._forget(samples)
         group.ended = [s for s in group.ended if s not in samples]
 
     # -- graders and environments -------------------------------------------------------------------------------------
 
-    @property
-    def _num_pending(self) -> int:
-        return len(self._ungraded) + len(self._parked)
-
-    def _next_time(self) -> float | None:
-        times = [worker.next_time() for worker, held in self._workers() if held]
-        return min((t for t in times if t is not None), default=None)
-
-    def _workers(self) -> list[tuple[Background, dict[str, Sample]]]:
-        """Each with the samples that it has."""
-        both = ((self.grader, self._ungraded), (self.environment, self._parked))
-        return [(worker, held) for worker, held in both if worker is not None]
-
     def _collect_background(self) -> None:
-        for worker, held in self._workers():
-            if held:
-                self._results.extend(worker.poll())
-        while self._results:  # one after the other: should something raise, the rest is still there
-            result = self._results.popleft()
+        self.workers.poll()
+        while (found := self.workers.next()) is not None:
+            sample, result = found
             if isinstance(result, Grade):
-                self._graded(result)
+                self._graded(sample, result)
             else:
-                self._answered(result)
+                self._answered(sample, result)
 
     def _wait(self) -> None:
         """Nothing runs: waits for what graders and environments do."""
-        start = self.engine.now()
-        what = "environment" if self._parked else "grade"
-        workers = [worker for worker, held in self._workers() if held]
-        if len(workers) > 1 and self._next_time() is None:
-            while not self._results:
-                time.sleep(WAIT_SECONDS)
-                for worker in workers:
-                    self._results.extend(worker.poll())
-        else:
-            self._results.extend(min(workers, key=lambda w: w.next_time() or 0.0).wait())
+        start, what = self.engine.now(), self.workers.what
+        self.workers.wait()
         self._collect_background()
         self._emit("wait", time=start, duration=self.engine.now() - start, detail=what)
 
-    def _graded(self, grade: Grade) -> None:
-        sample = self._ungraded.pop(grade.sample_id, None)
-        if sample is None:
-            return
+    def _graded(self, sample: Sample, grade: Grade) -> None:
         sample.reward, sample.grade_failure = grade.reward, grade.failure
         value = float("nan") if grade.reward is None else grade.reward
         self._emit("grade", sample, value=value, detail=grade.failure or "")
@@ -402,27 +354,12 @@ class Generation:
         self._done(sample)
 
     def _park(self, sample: Sample) -> None:
-        if self.environment is None:
-            sample.turn_ended = False
+        if self.workers.environment is None:  # nobody answers: it has ended
             self._finish(sample, "stop")
-            return
-        self._parked[sample.id] = sample
-        self.environment.submit(
-            TurnRequest(
-                sample_id=sample.id,
-                group_id=sample.group_id,
-                task=self.state.group(sample).group.task,
-                prompt_ids=sample.prompt_ids,
-                output_ids=tuple(sample.output_ids),
-                text=None if self.decode is None else self.decode(sample.output_ids),
-                turn=sum(segment.version < 0 for segment in sample.segments),
-            )
-        )
+        else:
+            self.workers.take_turn(sample, self.state.group(sample).group.task)
 
-    def _answered(self, turn: Turn) -> None:
-        sample = self._parked.pop(turn.sample_id, None)
-        if sample is None:
-            return
+    def _answered(self, sample: Sample, turn: Turn) -> None:
         self.store.watch([sample])
         if turn.observation is None:
             sample.turn_ended = False
@@ -440,7 +377,8 @@ class Generation:
             sample.cut(length)
             self._finish(sample, "length")
             return
-        self._emit("observe", sample, num_tokens=len(sample.output_ids) - length, value=turn.seconds)
+        took, number = turn.seconds, len(sample.output_ids) - length
+        self._emit("observe", sample, time=self.engine.now() - took, duration=took, num_tokens=number)
         self.state.queue.add(sample)
 
     def _has_room(self, sample: Sample) -> bool:
@@ -527,7 +465,7 @@ class Generation:
             assert group.is_ready <= (group.id in state.ready), group.id
         assert state.num_started == sum(group.started for group in state.groups.values())
         known = {s.id for group in state.groups.values() for s in group.samples}
-        held = {s.id for s in state.queue} | set(state.running) | set(self._parked) | set(self._ungraded)
+        held = {s.id for s in (*state.queue, *state.running.values(), *self.workers.samples())}
         assert held <= known, held - known
 
     def _emit(self, kind: EventKind, sample: Sample | None = None, **fields: Any) -> None:

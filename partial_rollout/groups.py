@@ -58,6 +58,8 @@ class GroupState:
     """In which that was, if this process saw it."""
     ended: list[Sample] = dataclasses.field(default_factory=list)
     """Samples that are done and graded (or need no grade, or could not be graded), in the order in which they were."""
+    measured: set[str] = dataclasses.field(default_factory=set)
+    """Ids of samples whose length the estimates have learnt from."""
     restarted_stale: bool = False
     """Something of it was too old once and was made again: now it is waited for."""
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from longtail.errors import StoreFull
 from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engine import Engine
-from longtail.partial_rollout.generation import Decode, Generation, Refill
+from longtail.partial_rollout.generation import Generation, Refill
 from longtail.partial_rollout.groups import GroupRules, GroupState
 from longtail.partial_rollout.length_bias import LengthBias
 from longtail.partial_rollout.length_estimates import LengthEstimates
@@ -25,11 +25,13 @@ from longtail.partial_rollout.repetition import RepetitionDetector
 from longtail.partial_rollout.staleness import StalenessRule
 from longtail.partial_rollout.store import SampleStore
 from longtail.partial_rollout.strategies import Strategy, Sync, make_strategy
-from longtail.sample import Group, Sample
+from longtail.partial_rollout.workers import Decode, Workers
+from longtail.sample import Group
 from longtail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from longtail.partial_rollout.environment import EnvironmentRunner
+    from longtail.partial_rollout.background import Background
+    from longtail.partial_rollout.environment import Turn, TurnRequest
     from longtail.partial_rollout.grading import Grade, GradeRequest
 
 
@@ -63,8 +65,8 @@ class Rollout:
         strategy: Strategy | str | None = None,
         store: SampleStore | str | Path | None = None,
         snapshots: bool = True,
-        grader: Any = None,
-        environment: EnvironmentRunner | None = None,
+        grader: Background[GradeRequest, Grade] | None = None,
+        environment: Background[TurnRequest, Turn] | None = None,
         decode: Decode | None = None,
         rules: GroupRules | None = None,
         refill: Refill | None = None,
@@ -102,9 +104,7 @@ class Rollout:
             self.strategy,
             rules=rules,
             staleness=staleness,
-            grader=grader,
-            environment=environment,
-            decode=decode,
+            workers=Workers(grader, environment, decode),
             repetition=repetition,
             snapshots=snapshots,
             submit=lambda group: self._submit([group]),
@@ -229,12 +229,10 @@ class Rollout:
         return groups
 
     def _measure(self, groups: list[Group]) -> None:
-        trained = [len(s.output_ids) for g in groups for s in g.samples if s.status == "finished"]
-        unfinished = [
-            len(s.output_ids) for g in self._generation.state.groups.values() for s in g.samples if s.output_ids
-        ]
-        if trained or unfinished:
-            self.length_bias.observe(self.iteration, trained, unfinished)
+        trained = [s for g in groups for s in g.samples]
+        stay = [s for g in self._generation.state.groups.values() for s in g.samples]
+        dropped, self._generation.dropped = self._generation.dropped, []
+        self.length_bias.observe(self.iteration, trained, stay, dropped)
 
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """At any time, between two steps. Samples keep their tokens, with the version that made each; what is too old

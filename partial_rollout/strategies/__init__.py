@@ -60,9 +60,8 @@ def make_strategy(strategy: Strategy | str | None) -> Strategy:
     try:
         return cls(**settings)
     except TypeError as error:
-        needed = [
-            p.name for p in inspect.signature(cls).parameters.values() if p.default is p.empty and p.name not in settings
-        ]
+        parameters = inspect.signature(cls).parameters.values()
+        needed = [p.name for p in parameters if p.default is p.empty and p.name not in settings]
         if not needed:
             raise
         raise ValueError(f'strategy {name} needs {", ".join(needed)}, e.g. "{name}:{needed[0]}=8"') from error

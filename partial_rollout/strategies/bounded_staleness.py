@@ -1,4 +1,4 @@
-"""AReaL's asynchronous generation (arXiv 2505.24298, section 5.1): it never stops, and admission bounds the staleness."""
+"""AReaL's asynchronous generation (arXiv 2505.24298): it never stops, and admission bounds the staleness."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class BoundedStaleness(Strategy):
     others stay in the engine: new weights take their place between two steps, under running samples.
 
     A group is begun only while fewer than (eta + 1) x `groups` are begun and not handed over. This is AReaL's rule
-    capacity = min(slots - running, (eta + version + 1) x batch - (accepted + running)), in which version x batch is what
-    was handed over. It bounds the staleness of what is trained at the time it is begun; a group that then takes longer
+    capacity = min(slots - running, (eta + version + 1) x batch - (accepted + running)), in which version x batch is
+    what was handed over. It bounds the staleness of what is trained at the time it is begun; a group that then takes longer
     than others may exceed it. For a hard bound give the rollout a `StalenessRule`.
     """
 

@@ -1,5 +1,5 @@
-"""RollPacker's tail batching (arXiv 2509.21009): short rounds that leave the long responses behind, and long rounds made
-of what was left behind."""
+"""RollPacker's tail batching (arXiv 2509.21009): short rounds leave the long responses behind, long rounds are made of
+them."""
 
 from __future__ import annotations
 

@@ -33,6 +33,8 @@ EventKind = Literal[
     "update",  # new weights in place; value: policy version
     "grade",  # value: reward
     "train",
+    "wait",  # nothing runs: for graders or environments (detail)
+    "discard",  # a group is thrown away; num_seqs: samples, num_tokens: output tokens; detail: line of the ledger
     "hand_over",  # a complete group leaves; num_seqs: samples, num_tokens: output tokens
 ]
 
