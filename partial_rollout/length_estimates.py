@@ -213,7 +213,7 @@ class LengthEstimates:
     # ---- state
 
     def to_dict(self) -> dict[str, Any]:
-        """All that is known, JSON-able; lengths that ended at a cap are None. ValueError for a task JSON cannot hold."""
+        """All that is known, JSON-able; lengths that ended at a cap are None. ValueError for a task that is not."""
         return {
             "state": STATE,
             "settings": dict(self.settings),

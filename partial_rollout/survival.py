@@ -24,7 +24,7 @@ class Survival:
     """Share of responses that are longer than a length."""
 
     longer: np.ndarray[Any, Any]
-    """float64 [limit + 1]: longer[l] is the share longer than l tokens; longer[0] is 1 where nothing is empty."""
+    """float64 [limit + 1]: longer[l] is the share longer than l tokens."""
 
     @property
     def limit(self) -> int:
@@ -55,19 +55,21 @@ class Exposure:
 
     def add(self, lengths: Lengths, ended: Flags, entries: Lengths | None = None) -> None:
         """lengths: tokens when last seen; ended: whether that is all of it (else it is longer); entries: tokens from
-        which on it was followed (default 0). ValueError if an entry exceeds its length."""
+        which on it was followed (default 0; one without a token since then tells nothing). ValueError if an entry
+        exceeds its length."""
         length = _whole("lengths", lengths)
         entry = np.zeros_like(length) if entries is None else _whole("entries", entries)
         end = np.asarray(ended, dtype=bool)
         if not length.shape == entry.shape == end.shape:
-            raise ValueError(f"lengths, ended and entries must have one size, not {length.size}, {end.size}, {entry.size}")
+            raise ValueError(
+                f"lengths, ended and entries must have one size, not {length.size}, {end.size}, {entry.size}"
+            )
         if np.any(entry > length):
             raise ValueError("entries must not exceed lengths")
-        if not length.size:
-            return
-        self._entered = _counted(self._entered, entry)
-        self._left = _counted(self._left, length)
-        self._ended = _counted(self._ended, length[end & (length > entry)])
+        followed = length > entry
+        self._entered = _counted(self._entered, entry[followed])
+        self._left = _counted(self._left, length[followed])
+        self._ended = _counted(self._ended, length[followed & end])
 
     def __iadd__(self, other: Exposure) -> Exposure:
         self._entered = _plus(self._entered, other._entered)
