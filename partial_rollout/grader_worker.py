@@ -1,0 +1,141 @@
+"""The process in which a grader runs, one request after another: the child's side of `grading.GraderPool`.
+
+It is a Python of its own that imports this module, `grading` (both light) and what the pickled grader names; the
+program's main module only if a grader or a task was defined in it. It reads pickles and answers in JSON: a grader that
+runs code of the model must not be able to hand a pickle to the trainer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import io
+import json
+import math
+import numbers
+import os
+import pickle
+import runpy
+import signal
+import sys
+import types
+from multiprocessing.connection import Connection
+from typing import Any
+
+BOOT = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from longtail.partial_rollout.grader_worker import serve
+serve(*map(int, sys.argv[2:]))
+"""
+"""`python -P -c BOOT sys_path connection traceback_pipe`"""
+
+DEADLINE_GRACE = 5.0
+"""A worker whose parent was killed, and that therefore nobody ends, ends itself this long after the timeout (s)."""
+
+is_worker = False
+"""This process is a grader's."""
+
+_main: str | None = None
+"""The parent's main module: `-m name`, a path, or None where there is none to import."""
+
+
+def serve(connection_fd: int, traceback_fd: int) -> None:
+    """Answers until the parent closes its end."""
+    global is_worker, _main
+    is_worker = True
+    # On SIGUSR1 the stack is written by a C handler, which needs no lock of the interpreter: where does it hang?
+    faulthandler.register(signal.SIGUSR1, file=traceback_fd, all_threads=False)
+    pid = os.getpid()
+    connection = Connection(connection_fd)
+    try:
+        hello = pickle.loads(connection.recv_bytes())
+        timeout, _main = hello["timeout"], hello["main"]
+        try:
+            grader = load(hello["grader"])
+        except BaseException as error:
+            connection.send_bytes(json.dumps({"failure": describe(error)}).encode())
+            return
+        connection.send_bytes(json.dumps({"failure": None}).encode())
+        with open(os.devnull, "w") as null:
+            while True:
+                payload = connection.recv_bytes()
+                faulthandler.dump_traceback_later(timeout + DEADLINE_GRACE, exit=True, file=null)
+                reward, failure = grade(grader, payload)
+                faulthandler.cancel_dump_traceback_later()
+                if os.getpid() != pid:  # the grader forked, and this is the child
+                    os._exit(1)
+                connection.send_bytes(json.dumps({"reward": reward, "failure": failure}).encode())
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def grade(grader: Any, payload: bytes) -> tuple[float | None, str | None]:
+    """(reward, None) or (None, failure)."""
+    try:
+        reward = grader(load(payload))
+        if hasattr(reward, "item"):  # a scalar of numpy or torch
+            reward = reward.item()
+        if not isinstance(reward, numbers.Real):
+            return None, f"grader returned {shorten(repr(reward))} ({type(reward).__name__}), not a number"
+        reward = float(reward)
+    except BaseException as error:  # SystemExit too: whatever a grader raises is data
+        return None, f"grader raised {describe(error)}"
+    if not math.isfinite(reward):
+        return None, f"grader returned {reward}, not a finite number"
+    return reward, None
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError: what it says (check.py:12 in check)`, in a bounded number of characters."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = ""
+    if trace is not None:
+        code = trace.tb_frame.f_code
+        place = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name})"
+    return f"{type(error).__name__}: {shorten(text)}{place}" if text else f"{type(error).__name__}{place}"
+
+
+def shorten(text: str, length: int = 500) -> str:
+    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
+
+
+def load(data: bytes) -> Any:
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__":
+            _import_main()
+        return super().find_class(module, name)
+
+
+def _import_main() -> None:
+    """The parent's main module under the name __mp_main__, as multiprocessing does, so that what stands under
+    `if __name__ == "__main__"` does not run."""
+    if _main is None or "__mp_main__" in sys.modules:
+        return
+    if _main.startswith("-m "):
+        content = runpy.run_module(_main.removeprefix("-m "), run_name="__mp_main__", alter_sys=True)
+    else:
+        content = runpy.run_path(_main, run_name="__mp_main__")
+    module = types.ModuleType("__mp_main__")
+    module.__dict__.update(content)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+
+
+def main_module() -> str | None:
+    """Of this process, for the `main` of a worker's hello. None for a notebook or `python -c`."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__" and importlib.util.find_spec(spec.name) is not None:
+        return f"-m {spec.name}"
+    path = getattr(main, "__file__", None)
+    return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
