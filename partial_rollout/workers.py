@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from longtail.partial_rollout.background import Background
-from longtail.partial_rollout.environment import Turn, TurnRequest
+from longtail.partial_rollout.environment import Turn, TurnRequest, turn_tokens
 from longtail.partial_rollout.grading import Grade, GradeRequest
 from longtail.sample import Sample
 
@@ -45,35 +45,15 @@ class Workers:
     def grade(self, sample: Sample, task: Any) -> None:
         assert self.grader is not None
         self._ungraded[sample.id] = sample
-        self.grader.submit(
-            GradeRequest(
-                sample_id=sample.id,
-                group_id=sample.group_id,
-                task=task,
-                prompt_ids=sample.prompt_ids,
-                output_ids=tuple(sample.output_ids),
-                text=self._text(sample),
-                finish_reason=sample.finish_reason,
-            )
-        )
+        self.grader.submit(GradeRequest.of(sample, task, self._text(sample.output_ids)))
 
     def take_turn(self, sample: Sample, task: Any) -> None:
         assert self.environment is not None
         self._parked[sample.id] = sample
-        self.environment.submit(
-            TurnRequest(
-                sample_id=sample.id,
-                group_id=sample.group_id,
-                task=task,
-                prompt_ids=sample.prompt_ids,
-                output_ids=tuple(sample.output_ids),
-                text=self._text(sample),
-                turn=sum(segment.version < 0 for segment in sample.segments),
-            )
-        )
+        self.environment.submit(TurnRequest.of(sample, task, self._text(turn_tokens(sample))))
 
-    def _text(self, sample: Sample) -> str | None:
-        return None if self._decode is None else self._decode(sample.output_ids)
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return "" if self._decode is None else self._decode(token_ids)
 
     def poll(self) -> None:
         """Fetches what is done. Never blocks."""
