@@ -19,10 +19,15 @@ class StepOutput:
 
     version: PolicyVersion
     """Policy that made the tokens of this step."""
-    finished: list[Sample]
+    finished: list[Sample] = dataclasses.field(default_factory=list)
     """Finished or failed in this step."""
-    num_output_tokens: int
-    num_seqs: int
+    num_output_tokens: int = 0
+    num_seqs: int = 0
+    at_limit: list[Sample] = dataclasses.field(default_factory=list)
+    """Have reached their limit in this step, or before it: still running. Each limit is reported once."""
+    turns: list[Sample] = dataclasses.field(default_factory=list)
+    """`multi_turn` samples of which a turn has ended: out of the engine, paused, with `turn_ended` set and their KV
+    saved."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,11 +85,24 @@ class Engine(Protocol):
         """Raises the ValueError with which `add` would refuse this sample."""
         ...
 
-    def add(self, samples: Iterable[Sample]) -> None:
-        """Fresh and paused samples alike; a paused one continues from its snapshot or from its tokens."""
+    def add(self, samples: Iterable[Sample], *, limit: int | None = None) -> None:
+        """Fresh and paused samples alike; a paused one continues from its snapshot or from its tokens.
+
+        One whose last observation has used up its max_tokens, or the model's length, is finished by the next step.
+
+        limit: output tokens from here on after which `step` lists each of them in `at_limit`; it runs on. (With drafts
+        a step makes several tokens, so that it may be a few further by then.) None: never."""
         ...
 
-    def step(self) -> StepOutput: ...
+    def set_limit(self, sample_id: str, limit: int | None) -> None:
+        """A new limit in place of the old one, counted from now. ValueError if the sample is not in the engine."""
+        ...
+
+    def step(self, *, horizon: int | None = None, until: float | None = None) -> StepOutput:
+        """horizon: output tokens after which, and until: time on this engine's clock at which, the caller wants to look
+        again; None: no matter. One forward pass, whatever they say, on a real engine; a virtual one goes on, not beyond
+        either, until there is something to report."""
+        ...
 
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
         """Takes samples (default: all) out, unfinished, with or without their KV."""

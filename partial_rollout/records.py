@@ -119,7 +119,9 @@ def restore(
     sample._packed = (*output, segments)
     sample.timings = Timings(*timings)
     sample.reward = None if reward is None else float(reward)
-    sample.snapshot = sample.routed_experts = None
+    sample.snapshot = sample.routed_experts = sample.grade_failure = None
+    sample.multi_turn = sample.turn_ended = False
+    sample.masked = sample.attempts = 0
     if damage is not None:  # from the tokens that are left it goes on to the same end: they are all its state
         sample.finish_reason = sample.stop_reason = sample.failure = sample.timings.finished = None
     if damage is not None or not sample.is_done:  # nobody runs it now

@@ -19,6 +19,11 @@ EventKind = Literal[
     "first_token",
     "preempt",  # a sample loses its slot for a while; num_tokens: computed tokens; detail: out of blocks, weight update
     "pause",  # a sample is taken out on request; num_tokens: output tokens so far; value: 1 with snapshot
+    "park",  # a sample's turn has ended, it waits for its environment; num_tokens: output tokens so far; value: 1 with
+    # snapshot; detail: what ended the turn, where it was not EOS
+    "observe",  # the environment has answered; num_tokens: of the observation; duration: waited for it
+    "cut",  # output is dropped; num_tokens: of it that the policy wrote; detail: line of the ledger
+    "retry",  # a failed sample starts again; value: times that it has
     "finish",  # num_tokens: output tokens; detail: finish reason
     "drafts",  # what drafting did for a sample that is done: draft tokens verified and accepted, output tokens of the
     # steps that verified them, draft_seconds; duration: its share of these steps

@@ -2,7 +2,10 @@
 
 The state of a sample is its tokens. Everything a resume needs (penalty counts, min_tokens, partly matched stop
 strings, the position of the noise) is a function of (prompt_ids, output_ids, params, seed); a KV snapshot only saves
-time and is never the truth.
+time and is never the truth. In a sample of several turns the output also holds what its environment answered:
+
+    output_ids  p p p p stop  o o o   p p stop  o o   p p ...     p: written by the policy, o: an observation
+    versions    3 3 3 4 4    -1 -1 -1 4 4 4    -1 -1  5 5
 """
 
 from __future__ import annotations
@@ -22,10 +25,16 @@ KVSource = Literal["computed", "restored", "recomputed", "kept", "approximate"]
 """Where the KV came from on which a segment stands: fresh prefill, a snapshot, re-prefill of known tokens, KV of older
 weights that the user chose to keep, or a snapshot that was compressed with loss on request."""
 
+OBSERVATION = PolicyVersion(-1)
+"""The version of a token that an environment wrote: it was not sampled, its log-probability is 0.0, it is never trained
+on, and it never counts as generated."""
+ENVIRONMENT = "environment"
+"""What the segments of observations name as their engine."""
+
 
 @dataclasses.dataclass(slots=True)
 class Segment:
-    """A maximal run of a sample's tokens made by one engine under one policy version."""
+    """A maximal run of a sample's tokens made by one engine under one policy version, or one observation."""
 
     start: int
     """Output position of the first token."""
@@ -72,11 +81,23 @@ class Sample:
     status: Status = "waiting"
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it; None for EOS."""
+    """The stop string or stop token id that ended it, or its last turn; None for EOS."""
     failure: str | None = None
     """What went wrong, and at which boundary, when status is failed."""
     timings: Timings = dataclasses.field(default_factory=Timings)
     reward: float | None = None
+    grade_failure: str | None = None
+    """Why it has no reward: the grader timed out, crashed or raised."""
+    multi_turn: bool = False
+    """Whether a stop (EOS, stop id, stop string) ends a turn of it and not the sample: the engine then takes it out,
+    and it goes on when its environment has answered. Length caps, which observations count towards, still finish it."""
+    turn_ended: bool = False
+    """Its turn has ended, and no observation has come yet."""
+    masked: int = 0
+    """So many leading output tokens are left out of the loss, because they are too old. (Versions never fall along a
+    sample, so that what is too old is a prefix.)"""
+    attempts: int = 0
+    """Times that it was started again after a failure."""
     routed_experts: RoutedExperts | None = None
     """Of a mixture-of-experts model that records its routing: the experts that computed each position. Positions that
     are computed again (a resume from tokens, other weights) keep what they have: a row belongs to the pass that made
@@ -99,6 +120,10 @@ class Sample:
                 f"output_ids, logprobs and versions must have one length, not {len(self.output_ids)}, "
                 f"{len(self.logprobs)} and {len(self.versions)}"
             )
+        if not 0 <= self.masked <= len(self.output_ids):
+            raise ValueError(f"masked must be 0 to the {len(self.output_ids)} output tokens, not {self.masked!r}")
+        if self.attempts < 0:
+            raise ValueError(f"attempts must be at least 0, not {self.attempts!r}")
 
     @property
     def num_tokens(self) -> int:
@@ -109,17 +134,94 @@ class Sample:
     def is_done(self) -> bool:
         return self.status in ("finished", "failed")
 
+    @property
+    def num_generated(self) -> int:
+        """Output tokens that the policy wrote: all but the observations."""
+        return len(self.output_ids) - sum(len(s) for s in self.segments if s.version == OBSERVATION)
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """Of each output token whether it is trained on: written by the policy, and not `masked`."""
+        return [i >= self.masked and version >= 0 for i, version in enumerate(self.versions)]
+
     def append(self, token: int, logprob: float, version: PolicyVersion, engine: str, kv: KVSource) -> None:
         """Commits one token; extends the current segment or opens one where engine, version or KV source changed."""
         position = len(self.output_ids)
         self.output_ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        self._extend_segment(position, version, engine, kv)
+
+    def extend(
+        self, tokens: Sequence[int], logprobs: Sequence[float], version: PolicyVersion, engine: str, kv: KVSource
+    ) -> None:
+        """As `append` for each, at once. ValueError unless there is a log-probability for each token."""
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"logprobs has {len(logprobs)} entries for {len(tokens)} tokens; give one a token")
+        if not tokens:
+            return
+        position = len(self.output_ids)
+        self.output_ids += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
+        self._extend_segment(position, version, engine, kv)
+
+    def append_observation(self, token_ids: Sequence[int]) -> None:
+        """What the environment answered to the turn that has ended: one segment of its own. The sample stays paused,
+        and goes on behind it when it is added to an engine again; a snapshot of it stays good.
+
+        ValueError unless its turn has ended and it is in no engine, and for an empty observation or no token ids."""
+        if self.status != "paused" or not self.turn_ended:
+            raise ValueError(
+                f"sample {self.id} is {self.status} and waits for no observation; append one when an engine has given "
+                "it back with turn_ended, once a turn"
+            )
+        if len(token_ids) == 0:
+            raise ValueError(f"sample {self.id}: token_ids is empty; an observation that adds nothing ends the sample")
+        for token in token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ValueError(f"sample {self.id}: token_ids must be non-negative integers, not {token!r}")
+        self.extend(token_ids, [0.0] * len(token_ids), OBSERVATION, ENVIRONMENT, "computed")
+        self.turn_ended, self.stop_reason = False, None
+
+    def cut(self, length: int) -> int:
+        """Drops the output from position `length` on, with all that is known of it, and with how the sample ended: it
+        goes on from there (waiting if nothing is left, else paused), and its saved KV is dropped. A part of an
+        observation means nothing: a cut inside one falls back to where it starts; where an observation was, a turn has
+        ended. -> tokens dropped that the policy wrote.
+
+        ValueError for a sample that is in an engine, and for a length below 0 or above the output's."""
+        if self.status == "running" or (self.status == "waiting" and self.output_ids):
+            raise ValueError(f"sample {self.id} is in an engine ({self.status}); pause or abort it before it is cut")
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self.output_ids):
+            raise ValueError(f"sample {self.id}: length must be 0 to {len(self.output_ids)}, not {length!r}")
+        if length < len(self.output_ids):
+            length, self.turn_ended = last_whole(self.segments, length)
+            self.stop_reason = None
+        generated = self.num_generated
+        del self.output_ids[length:], self.logprobs[length:], self.versions[length:]
+        while self.segments and self.segments[-1].start >= length:
+            self.segments.pop()
+        if self.segments:
+            self.segments[-1].end = min(self.segments[-1].end, length)
+        if self.routed_experts is not None:
+            self.routed_experts.truncate(max(self.num_tokens - 1, 0))
+        self.masked = min(self.masked, length)
+        self.finish_reason = self.failure = self.reward = self.grade_failure = self.snapshot = None
+        if not self.turn_ended:
+            self.stop_reason = None
+        self.timings.finished = None
+        if not length:
+            self.timings.first_token = None
+        self.status = "paused" if length else "waiting"
+        return generated - self.num_generated
+
+    def _extend_segment(self, start: int, version: PolicyVersion, engine: str, kv: KVSource) -> None:
         last = self.segments[-1] if self.segments else None
         if last is not None and (last.version, last.engine, last.kv) == (version, engine, kv):
-            last.end = position + 1
+            last.end = len(self.output_ids)
         else:
-            self.segments.append(Segment(position, position + 1, version, engine, kv))
+            self.segments.append(Segment(start, len(self.output_ids), version, engine, kv))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the per-token records or the segments do not cover the output exactly."""
@@ -130,6 +232,15 @@ class Sample:
             assert all(v == segment.version for v in self.versions[segment.start : segment.end]), (self.id, segment)
             position = segment.end
         assert position == len(self.output_ids), (self.id, position)
+        written = [s.version for s in self.segments if s.version != OBSERVATION]
+        assert written == sorted(written) and all(version >= 0 for version in written), (self.id, written)
+        for before, segment in zip([None, *self.segments], self.segments, strict=False):
+            if segment.version == OBSERVATION:
+                assert before is not None and before.version != OBSERVATION, (self.id, segment)
+                assert not any(self.logprobs[segment.start : segment.end]), (self.id, segment)
+        assert 0 <= self.masked <= len(self.output_ids), (self.id, self.masked)
+        if self.turn_ended:
+            assert self.multi_turn and self.versions and self.versions[-1] != OBSERVATION, self.id
         if self.routed_experts is not None:
             assert len(self.routed_experts) < self.num_tokens, (self.id, len(self.routed_experts))
 
@@ -169,3 +280,12 @@ def sample_seed(seed: int | None, group_id: str, index: int) -> int:
     """64-bit seed of one sample: a hash, so that neighbouring seeds and indices share nothing."""
     root = f"seed:{seed}" if seed is not None else f"group:{group_id}"
     return int.from_bytes(hashlib.blake2b(f"{root}:{index}".encode(), digest_size=8).digest(), "little")
+
+
+def last_whole(segments: Sequence[Segment], length: int) -> tuple[int, bool]:
+    """Where an output can end of which the first `length` tokens are kept (those behind are dropped): there, or at the
+    start of the observation that this would cut in two. And whether an observation came next: a turn ended there."""
+    for segment in segments:
+        if segment.start <= length < segment.end and segment.version == OBSERVATION:
+            return segment.start, True
+    return length, False

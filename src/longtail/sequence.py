@@ -34,11 +34,23 @@ class Sequence:
     """how long that took,"""
     refused: str | None = None
     """and why a snapshot was not used."""
+    limit: int | None = None
+    """Output tokens of the sample at which its caller wants to be told."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     """prompt_ids + output_ids, kept as one list for slicing."""
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.sample.prompt_ids, *self.sample.output_ids]
+
+    @property
+    def is_at_limit(self) -> bool:
+        return self.limit is not None and len(self.sample.output_ids) >= self.limit
+
+    def set_limit(self, limit: int | None) -> None:
+        """limit: output tokens from now on. ValueError if it is below 1."""
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"limit must be at least 1 output token, or None for no limit, not {limit!r}")
+        self.limit = None if limit is None else len(self.sample.output_ids) + limit
 
     @property
     def num_tokens(self) -> int:

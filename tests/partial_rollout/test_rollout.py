@@ -173,11 +173,11 @@ def test_collect_after_an_error_goes_on_where_it_stopped(make_engine: EngineMake
     rollout.submit(submitted)
     step, calls = engine.step, []
 
-    def failing():
+    def failing(**asked):
         calls.append(1)
         if len(calls) in (5, 9):
             raise error
-        return step()
+        return step(**asked)
 
     engine.step = failing  # type: ignore[method-assign]
     for _ in range(2):

@@ -116,13 +116,13 @@ def test_a_snapshot_stays_while_its_sample_runs_on(
     with Rollout(engine, store=SampleStore(directory, commit_every=0.0)) as rollout:
         step, steps = engine.step, []
 
-        def copying():
+        def copying(**asked):
             if all(s.status == "running" for s in rollout.store.unfinished()):  # not waiting for the disk
                 steps.append(1)
             if len(steps) == 3 and not copy.exists():
                 shutil.copytree(directory, copy)
                 assert engine.tiers.host_used == 2 * BLOCK  # only the prompt that siblings may ask for
-            return step()
+            return step(**asked)
 
         engine.step = copying  # type: ignore[method-assign]
         rollout.collect()

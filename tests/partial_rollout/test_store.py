@@ -74,8 +74,8 @@ def test_reopened_at_every_commit(make_engine: EngineMaker, tmp_path: Path) -> N
     step = engine.step
     copies: list[tuple[Path, list[int]]] = []
 
-    def copying():
-        out = step()
+    def copying(**asked):
+        out = step(**asked)
         store.commit()
         made = [len(s.output_ids) for g in store for s in g.samples]
         copies.append((shutil.copytree(tmp_path / "live", tmp_path / str(len(copies))), made))

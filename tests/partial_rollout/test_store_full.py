@@ -117,11 +117,11 @@ def test_a_rollout_on_a_full_disk_goes_on_when_there_is_space(full: Full, make_e
     rollout.submit(batch())
     step, steps = engine.step, []
 
-    def filling():
+    def filling(**asked):
         steps.append(1)
         if len(steps) == 10:
             full.fill()
-        return step()
+        return step(**asked)
 
     engine.step = filling  # type: ignore[method-assign]
     for _ in range(2):

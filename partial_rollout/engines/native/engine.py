@@ -169,7 +169,7 @@ class NativeEngine:
         check_sample(sample, self.spec, self.max_model_len, self._version, decode)
         self.stepper.routing.check(sample)
 
-    def add(self, samples: Iterable[Sample]) -> None:
+    def add(self, samples: Iterable[Sample], *, limit: int | None = None) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""
         with self._lock:
             batch = list(samples)
@@ -177,23 +177,32 @@ class NativeEngine:
                 self.check(sample)
             if len({s.id for s in batch}) < len(batch):
                 raise ValueError("samples: two samples have the same id; every sample needs its own")
-            for sample in batch:
-                seq = Sequence(sample)
+            arriving = [Sequence(sample) for sample in batch]
+            for seq in arriving:
+                seq.set_limit(limit)
+            for seq in arriving:
+                sample = seq.sample
                 self._sequences[sample.id] = seq
                 self.scheduler.waiting.append(seq)
                 self.admission.arrive(seq)
                 sample.status = "waiting"
 
-    def step(self) -> StepOutput:
+    def set_limit(self, sample_id: str, limit: int | None) -> None:
+        with self._lock:
+            self._get(sample_id).set_limit(limit)
+
+    def step(self, *, horizon: int | None = None, until: float | None = None) -> StepOutput:
         """One forward pass over what the scheduler chose: a new token per sequence, with drafts perhaps several.
 
         If it raises (a listener, an interrupt), samples keep what they had, and the next step continues from there.
         """
-        with self._lock, self._events(), torch.inference_mode():
-            scheduled = self._schedule()
-            if not scheduled:
-                return StepOutput(self._version, [], 0, 0)
-            return self._step(scheduled)
+        with self._lock:
+            with self._events(), torch.inference_mode():
+                scheduled = self._schedule()
+                out = self._step(scheduled) if scheduled else StepOutput(self._version)
+            for sample in out.at_limit:  # only now is it sure that the caller hears of it
+                self._sequences[sample.id].limit = None
+            return out
 
     def _schedule(self) -> list[Scheduled]:
         while True:
@@ -237,7 +246,8 @@ class NativeEngine:
         )
         for sample in finished:
             self._forget(sample)
-        return StepOutput(version, finished, made, len(scheduled))
+        at_limit = [seq.sample for seq in self._sequences.values() if seq.is_at_limit]
+        return StepOutput(version, finished, made, len(scheduled), at_limit)
 
     def _settle(self, outcome: Outcome) -> None:
         sample = outcome.seq.sample
