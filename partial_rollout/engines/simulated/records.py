@@ -7,12 +7,15 @@ to compute them from, and cost the same whatever the length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, cast, overload
+from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
 from longtail.partial_rollout.engines.simulated import script
 from longtail.partial_rollout.engines.simulated.sequence import SimulatedSequence
 from longtail.sample import Sample, Segment
 from longtail.version import PolicyVersion
+
+
+T = TypeVar("T")
 
 
 class Records(Protocol):
@@ -106,7 +109,7 @@ class OpenSegment(Segment):
         return self._seq.num_output_tokens
 
 
-class Column[T](Sequence[T]):
+class Column(Sequence[T], Generic[T]):
     """As much of a list as a sample's records need: read, extend, and cut at the end. Equal to a list of the same."""
 
     __slots__ = ("_given", "grows_with", "size")
