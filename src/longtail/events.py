@@ -27,7 +27,7 @@ EventKind = Literal[
     "finish",  # num_tokens: output tokens; detail: finish reason
     "drafts",  # what drafting did for a sample that is done: draft tokens verified and accepted, output tokens of the
     # steps that verified them, draft_seconds; duration: its share of these steps
-    "step",  # one forward pass: see the fields below
+    "step",  # a forward pass, or several alike: see the fields below
     "save",  # KV snapshot out; num_tokens
     "restore",  # KV snapshot in; num_tokens
     "update",  # new weights in place; value: policy version
@@ -72,6 +72,9 @@ class Event:
     """step, drafts: of these, accepted and committed."""
     draft_seconds: float = 0.0
     """step: of the duration, making drafts."""
+    num_passes: int = 1
+    """step: forward passes of the same sequences that it stands for (on a virtual clock perhaps many): the counts of
+    tokens and the seconds are their sums."""
 
 
 Listener = Callable[[Event], None]

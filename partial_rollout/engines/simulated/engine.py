@@ -1,0 +1,574 @@
+"""The simulated engine: every rule of the native one on a virtual clock, and no model.
+
+    add -> waiting -> [admit: prompt of the group, snapshot] -> running -> step* -> finished, or a turn has ended
+                 ^                                               |  |
+                 +---- preempt (out of memory, new weights) -----+  +-> pause (with or without KV) -> the caller's
+
+How long a sample gets and how it ends is the script's (`script.Length`), what a pass takes is the cost model's
+(`cost.StepSeconds`). A step goes on until there is something to report, and passes that are alike are made at once:
+what it costs grows with what happens, not with the tokens or with the sequences that run.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from longtail.events import Event, EventKind, Listener, ignore
+from longtail.partial_rollout.engine import EngineStats, StepOutput
+from longtail.partial_rollout.engines.simulated.clock import VirtualClock
+from longtail.partial_rollout.engines.simulated.config import SimulatedConfig
+from longtail.partial_rollout.engines.simulated.cost import LinearCost, StepSeconds, total_context
+from longtail.partial_rollout.engines.simulated.faults import Faults
+from longtail.partial_rollout.engines.simulated.memory import Memory
+from longtail.partial_rollout.engines.simulated.records import Columns, Lists, Records
+from longtail.partial_rollout.engines.simulated.scheduler import Chunk, Scheduler
+from longtail.partial_rollout.engines.simulated.script import Ending, Length, Lengths, cap_of, ending_of, to_max_tokens
+from longtail.partial_rollout.engines.simulated.sequence import SimulatedSequence, SimulatedSnapshot
+from longtail.sample import OBSERVATION, FinishReason, Sample
+from longtail.sampling_params import check_known_fields
+from longtail.version import PolicyVersion
+
+COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions")
+
+
+@dataclasses.dataclass(slots=True)
+class Stretch:
+    """Passes alike that follow each other, whatever number of steps made them. Time is reckoned from their start, so
+    that it does not depend on that number."""
+
+    start: float = 0.0
+    num_seqs: int = 0
+    context: int = 0
+    """KV tokens that the first of them reads."""
+    passes: int = 0
+    """Made by the engine before the first."""
+    end: float = math.nan
+    """Of the last so far."""
+
+    def goes_on(self, num_seqs: int, context: int, passes: int, start: float) -> bool:
+        """Whether these are the next passes of it."""
+        grown = self.context + self.num_seqs * (passes - self.passes)
+        return (num_seqs, context, start) == (self.num_seqs, grown, self.end)
+
+
+class SimulatedEngine:
+    """Runs samples without a model, in virtual time.
+
+    cost: seconds of a pass; by default each takes a second. lengths: of a sample, a function of nothing but it (asked
+    at `check` and at `add`); by default max_tokens. clock: shared with other engines and with what works beside them;
+    None: its own. faults: what is to go wrong. Settings: `SimulatedConfig`. For one thread.
+
+    Stop strings, stop ids, ignore_eos and min_tokens mean nothing here: the script says how a sample ends. `step` events
+    stand for `num_passes` passes that are alike: their token counts are sums, `num_seqs` is that of each.
+    """
+
+    def __init__(
+        self,
+        *,
+        cost: StepSeconds | None = None,
+        lengths: Lengths = to_max_tokens,
+        clock: VirtualClock | None = None,
+        name: str = "simulated",
+        version: int = 0,
+        listener: Listener = ignore,
+        faults: Faults | None = None,
+        **settings: Any,
+    ) -> None:
+        check_known_fields(SimulatedConfig, settings)
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise ValueError(f"version must be an integer of at least 0, not {version!r}")
+        self.config = config = SimulatedConfig(**settings)
+        self.name = name
+        self.listener = listener
+        self.cost: StepSeconds = LinearCost() if cost is None else cost
+        self.lengths = lengths
+        self.clock = VirtualClock() if clock is None else clock
+        self.faults = Faults() if faults is None else faults
+        self.scheduler = Scheduler(
+            Memory(config.kv_tokens, config.enable_prefix_caching),
+            slots=config.slots,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            attach=self._attach,
+            on_admit=self._admitted,
+            on_preempt=self._preempt,
+        )
+        self.records: Records = (Lists if config.materialise else Columns)(name, config.vocab_size)
+        self._version = PolicyVersion(version)
+        self._sequences: dict[str, SimulatedSequence] = {}
+        self._used_up: dict[str, SimulatedSequence] = {}
+        """Of these, those whose last observation left no room for output."""
+        self._at_limit: dict[str, SimulatedSequence] = {}
+        """Of these, those at a limit that the caller has not heard of."""
+        self._new_weights = False
+        """Running sequences go on under other weights than those of their last token."""
+        self._at = self.clock.now()
+        self._stretch = Stretch()
+        self._queue: deque[Event] = deque()
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self.clock.join(self)
+
+    # -- the engine protocol ------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    @property
+    def tiers(self) -> None:
+        """Its snapshots are counts, which no store needs to keep."""
+        return None
+
+    @property
+    def num_free_slots(self) -> int:
+        return max(self.config.slots - len(self._sequences), 0)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def now(self) -> float:
+        """Where this engine stands; the clock, if that is later."""
+        return max(self._at, self.clock.now())
+
+    def check(self, sample: Sample) -> None:
+        """Raises the ValueError with which `add` would refuse this sample."""
+        self._ending(sample)
+
+    def add(self, samples: Iterable[Sample], *, limit: int | None = None) -> None:
+        """All or none are taken. ValueError names the sample, the field and the fix."""
+        batch = list(samples)
+        self.faults.begin_add(batch)
+        check_limit(limit)
+        endings = [self._ending(sample) for sample in batch]
+        if len({s.id for s in batch}) < len(batch):
+            raise ValueError("samples: two samples have the same id; every sample needs its own")
+        for sample, ending in zip(batch, endings, strict=True):
+            seq = SimulatedSequence(sample, self.scheduler.passes, ending, sample.num_tokens)
+            seq.limit = None if limit is None else seq.num_output_tokens + limit
+            self._sequences[sample.id] = seq
+            if ending.emission <= seq.num_output_tokens:
+                self._used_up[sample.id] = seq
+            else:
+                self.scheduler.wait(seq)
+            sample.status = "waiting"
+
+    def set_limit(self, sample_id: str, limit: int | None) -> None:
+        seq = self._get(sample_id)
+        check_limit(limit)
+        seq.limit = None if limit is None else seq.num_output_tokens + limit
+        self._at_limit.pop(sample_id, None)
+        self.scheduler.plan(seq)
+
+    def step(self, *, horizon: int | None = None, until: float | None = None) -> StepOutput:
+        """Passes until a sample finishes, ends its turn or reaches its limit, until `horizon` output tokens are made, or
+        until it is `until`: the pass that gets there is the last. One pass at least, if there is work.
+
+        If it raises, samples keep what they had, and the next step continues from there."""
+        self.faults.begin_step()
+        out = StepOutput(self._version)
+        with self._events():
+            try:
+                self._run(out, horizon, until)
+            finally:
+                self.records.catch_up(list(self.scheduler.running.values()))
+                self.clock.ran(self)
+            self.faults.end_step()
+        out.at_limit = [seq.sample for seq in self._at_limit.values()]
+        self._at_limit.clear()  # only now is it sure that the caller hears of it
+        return out
+
+    def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
+        with self._events():
+            ids = list(self._sequences if sample_ids is None else dict.fromkeys(sample_ids))
+            paused = []
+            for seq in [self._get(i) for i in ids]:
+                if seq.is_running:
+                    seq.sample.snapshot = self._save(seq) if snapshot else None
+                elif not snapshot:
+                    seq.sample.snapshot = None
+                self._remove(seq)
+                seq.sample.status = "paused"
+                kept = float(seq.sample.snapshot is not None)
+                self._emit("pause", seq, num_tokens=len(seq.sample.output_ids), value=kept)
+                paused.append(seq.sample)
+            return paused
+
+    def abort(self, sample_ids: Iterable[str], *, reason: FinishReason = "aborted") -> list[Sample]:
+        with self._events():
+            aborted = []
+            for seq in [self._get(i) for i in dict.fromkeys(sample_ids)]:
+                self._finish(seq, reason)
+                aborted.append(seq.sample)
+            return aborted
+
+    def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        """weights: anything. KV made by older weights is dropped, or kept if `kv_on_update` says so."""
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise ValueError(f"version must be an integer, not {version!r}")
+        if version <= self._version:
+            raise ValueError(f"version must be above the current {self._version}, not {version}; versions only grow")
+        with self._events():
+            start = self.now()
+            self._spend(self.config.update_seconds)
+            self._version = PolicyVersion(version)
+            running = list(self.scheduler.running.values())
+            if self.config.kv_on_update == "keep":
+                for seq in running:
+                    self.records.end(seq, seq.num_output_tokens)
+                    seq.kv = "kept"
+                self._new_weights = True
+            else:
+                for seq in reversed(running):
+                    self._back_to_waiting(seq, "weight update")
+                    self.scheduler.give_way(seq)
+            self.scheduler.reconsider()
+            self._event("update", start, self.now() - start, value=version)
+
+    def stats(self) -> EngineStats:
+        """A block is a token; without `kv_tokens` there are none."""
+        c, capacity = self._counts, self.config.kv_tokens
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self._sequences) - len(self.scheduler.running),
+            num_free_blocks=0 if capacity is None else self.scheduler.num_free,
+            num_blocks=capacity or 0,
+            num_steps=c["steps"],
+            num_output_tokens=c["output"],
+            num_recomputed_tokens=c["recomputed"],
+            num_restored_tokens=c["restored"],
+            num_cached_tokens=c["cached"],
+            num_preemptions=c["preemptions"],
+        )
+
+    # -- beyond the protocol ------------------------------------------------------------------------------------------
+
+    def fail(self, sample_id: str, failure: str = "ordered to fail", *, after: int = 0) -> None:
+        """The sample fails when it has this many more output tokens and the next is due, unless it ends before."""
+        seq = self._get(sample_id)
+        if isinstance(after, bool) or not isinstance(after, int) or after < 0:
+            raise ValueError(f"after must be an integer of at least 0 output tokens, not {after!r}")
+        ending = Ending(seq.num_output_tokens + after, "failure", "error", failure)
+        if ending.emission <= seq.ending.emission:
+            seq.ending = ending
+            self.scheduler.plan(seq)
+
+    def check_integrity(self) -> None:
+        """AssertionError if memory, sequences or samples do not add up. Call between steps."""
+        self.scheduler.check_integrity()
+        queued = [*self.scheduler.running.values(), *self.scheduler.waiting, *self._used_up.values()]
+        assert len(queued) == len(self._sequences) and set(queued) == set(self._sequences.values())
+        for name, seq in (self._used_up | self._at_limit).items():
+            assert self._sequences.get(name) is seq, name
+        for seq in queued:
+            sample = seq.sample
+            assert sample.status == ("running" if seq.is_running else "waiting"), sample.id
+            assert len(sample.output_ids) == seq.num_output_tokens, sample.id
+            sample.check_integrity()
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def _run(self, out: StepOutput, horizon: int | None, until: float | None) -> None:
+        for seq in list(self._used_up.values()):
+            self._finish(seq, "length")
+            out.finished.append(seq.sample)
+        while self._sequences:
+            if self._new_weights:
+                self._new_weights = False
+                for seq in self.scheduler.running.values():
+                    if seq.decoding:
+                        self.records.begin(seq, seq.num_output_tokens, self._version)
+            most = self.scheduler.num_alike()
+            if most:
+                if horizon is not None:
+                    most = min(most, max(1, -(-(horizon - out.num_output_tokens) // len(self.scheduler.running))))
+                self._decode(most, until, out)
+            else:
+                self._mixed(out)
+            if out.finished or out.turns or self._at_limit:
+                return
+            if horizon is not None and out.num_output_tokens >= horizon:
+                return
+            if until is not None and self.now() >= until:
+                return
+
+    def _decode(self, most: int, until: float | None, out: StepOutput) -> None:
+        """Passes that are alike: `most` of them, or as many as get to `until`."""
+        scheduler = self.scheduler
+        n, context, start = len(scheduler.running), scheduler.num_decoding_tokens, self.now()
+        stretch = self._stretch
+        if not stretch.goes_on(n, context, scheduler.passes.count, start):
+            stretch = self._stretch = Stretch(start, n, context, scheduler.passes.count)
+        done = scheduler.passes.count - stretch.passes
+
+        def end(count: int) -> float:
+            return stretch.start + self.cost.decode_seconds(n, stretch.context, done + count)
+
+        count = most
+        if until is not None and end(most) >= until:
+            count = bisect.bisect_left(range(1, most), until, key=end) + 1
+        self._at = stretch.end = end(count)
+        scheduler.passes.count += count
+        failures = self._settle(scheduler.due(), out)
+        span = start, stretch.end - start
+        self._passed(out, span, count, n, n * count, 0, total_context(n, context, count), n * count - failures)
+
+    def _mixed(self, out: StepOutput) -> None:
+        """One pass as the scheduler has it: decodes, chunks of prefills, admissions."""
+        scheduler = self.scheduler
+        chunks = scheduler.schedule()
+        n, decoded = scheduler.num_decoding, scheduler.num_decoding_tokens
+        if not n and not chunks:
+            return  # all were preempted
+        start = self.now()
+        prefill = sum(chunk.num_tokens for chunk in chunks)
+        last = [chunk for chunk in chunks if chunk.seq.computed + chunk.num_tokens == chunk.seq.known]
+        resumed = sum(bool(chunk.seq.num_output_tokens) for chunk in last)
+        context = decoded + sum(chunk.seq.computed + chunk.num_tokens for chunk in chunks)
+        self._at = end = start + self.cost.seconds(n + len(chunks), n + prefill, context)
+        scheduler.passes.count += 1
+        failed = self._settle(scheduler.due(), out)
+        for chunk in chunks:
+            failed += self._computed(chunk, out)
+        made = n + len(last) - failed
+        self._passed(out, (start, end - start), 1, n + len(chunks), n + prefill, prefill - resumed, context, made)
+
+    def _passed(
+        self,
+        out: StepOutput,
+        span: tuple[float, float],
+        passes: int,
+        num_seqs: int,
+        rows: int,
+        prefill: int,
+        context: int,
+        made: int,
+    ) -> None:
+        """span: start and duration."""
+        out.num_output_tokens += made
+        out.num_seqs = num_seqs
+        self._counts["steps"] += passes
+        self._counts["output"] += made
+        self._event(
+            "step",
+            *span,
+            num_passes=passes,
+            num_seqs=num_seqs,
+            num_tokens=rows,
+            num_prefill_tokens=prefill,
+            num_context_tokens=context,
+            num_output_tokens=made,
+            model_seconds=span[1],
+        )
+
+    def _computed(self, chunk: Chunk, out: StepOutput) -> int:
+        """A chunk has been computed. -> failures."""
+        seq = chunk.seq
+        if not self.scheduler.compute(chunk):
+            return 0
+        length = seq.num_output_tokens
+        if seq.ending.kind != "failure" or length < seq.ending.emission:
+            self.records.begin(seq, length - 1, self._version)
+            if seq.sample.timings.first_token is None:
+                seq.sample.timings.first_token = self.now()
+                self._emit("first_token", seq)
+        if seq.next_emission <= length:
+            return self._settle([seq], out)
+        self.scheduler.plan(seq)
+        return 0
+
+    def _settle(self, due: list[SimulatedSequence], out: StepOutput) -> int:
+        """What happens to these in the pass just made. -> failures."""
+        failures = 0
+        for seq in due:
+            ending = seq.ending
+            if seq.num_output_tokens < ending.emission:
+                seq.limit = None
+                self._at_limit[seq.sample.id] = seq
+                self.scheduler.plan(seq)
+            elif ending.kind == "turn":
+                self._park(seq)
+                out.turns.append(seq.sample)
+            else:
+                self._finish(seq, ending.reason, ending)
+                failures += ending.kind == "failure"
+                out.finished.append(seq.sample)
+        return failures
+
+    # -- admission and leaving ----------------------------------------------------------------------------------------
+
+    def _attach(self, seq: SimulatedSequence) -> None:
+        sample, shared = seq.sample, self.scheduler.memory.shared(seq)
+        seq.num_cached_tokens = seq.computed = 0 if shared is None else len(shared)
+        seq.num_restored_tokens, seq.refused = 0, None
+        seq.kv = "recomputed" if seq.num_output_tokens else "computed"
+        snapshot = sample.snapshot
+        if snapshot is None:
+            return
+        if not isinstance(snapshot, SimulatedSnapshot):
+            seq.refused = f"saved KV of {sample.id} is no simulated engine's"
+        elif snapshot.version != self._version and self.config.kv_on_update != "keep":
+            seq.refused = f"saved KV of {sample.id} is of other weights"
+        else:
+            seq.num_restored_tokens = max(snapshot.num_tokens - seq.num_cached_tokens, 0)
+            seq.computed += seq.num_restored_tokens
+            same = seq.num_restored_tokens == 0 or snapshot.version == self._version
+            seq.kv = "restored" if same else "kept"
+
+    def _admitted(self, seq: SimulatedSequence) -> None:
+        sample = seq.sample
+        if seq.kv in ("restored", "kept") or seq.refused is not None:
+            detail = "" if seq.refused is None else f"refused: {seq.refused}"
+            start = self.now()
+            self._spend(self.config.restore_seconds * seq.num_restored_tokens)
+            took = self.now() - start
+            self._emit("restore", seq, start, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
+        sample.snapshot = None
+        if seq.num_output_tokens:
+            self._counts["recomputed"] += seq.known - 1 - seq.computed
+        self._counts["cached"] += seq.num_cached_tokens
+        self._counts["restored"] += seq.num_restored_tokens
+        seq.admitted_at = self.now()
+        sample.status = "running"
+        if sample.timings.submitted is None:
+            sample.timings.submitted = seq.admitted_at
+        self._emit("admit", seq, num_tokens=seq.computed, value=seq.known)
+
+    def _preempt(self, seq: SimulatedSequence) -> None:
+        self._counts["preemptions"] += 1
+        seq.sample.snapshot = self._save(seq) if self.config.preemption == "snapshot" else None
+        self._back_to_waiting(seq, "out of blocks")
+
+    def _back_to_waiting(self, seq: SimulatedSequence, cause: str) -> None:
+        self._leave_slot(seq, seq.num_output_tokens)
+        self._emit("preempt", seq, num_tokens=seq.num_computed_tokens, detail=cause)
+        seq.sample.status = "waiting"
+
+    def _save(self, seq: SimulatedSequence) -> SimulatedSnapshot | None:
+        start, n = self.now(), seq.num_computed_tokens
+        self._spend(self.config.save_seconds * n)
+        self._emit("save", seq, start, duration=self.now() - start, num_tokens=n)
+        return SimulatedSnapshot(n, self._version, n * self.config.bytes_per_token) if n else None
+
+    def _leave_slot(self, seq: SimulatedSequence, length: int) -> None:
+        self.records.end(seq, length)
+        seq.sample.timings.running += self.now() - seq.admitted_at
+
+    def _remove(self, seq: SimulatedSequence, length: int | None = None) -> None:
+        """Out of the engine, whether it runs or waits. length: of its output, if that is not all the engine asked for."""
+        if seq.sample.id in self._used_up:
+            del self._used_up[seq.sample.id]
+        else:
+            if seq.is_running:
+                self._leave_slot(seq, seq.num_output_tokens if length is None else length)
+            self.scheduler.remove(seq)
+        del self._sequences[seq.sample.id]
+        self._at_limit.pop(seq.sample.id, None)
+
+    def _finish(self, seq: SimulatedSequence, reason: FinishReason, ending: Ending | None = None) -> None:
+        sample = seq.sample
+        failed = ending is not None and ending.kind == "failure"
+        self._remove(seq, ending.length if ending is not None else None)
+        sample.status = "failed" if failed else "finished"
+        sample.finish_reason = reason
+        sample.failure = ending.failure if failed and ending is not None else None
+        sample.snapshot = None
+        sample.timings.finished = self.now()
+        self._emit("finish", seq, num_tokens=len(sample.output_ids), detail=reason)
+
+    def _park(self, seq: SimulatedSequence) -> None:
+        seq.sample.snapshot = self._save(seq)
+        self._remove(seq)
+        seq.sample.status = "paused"
+        seq.sample.turn_ended = True
+        kept = float(seq.sample.snapshot is not None)
+        self._emit("park", seq, num_tokens=len(seq.sample.output_ids), value=kept)
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _get(self, sample_id: str) -> SimulatedSequence:
+        if sample_id not in self._sequences:
+            raise ValueError(f"sample_ids: {sample_id!r} is not in the engine (finished, paused, or never added)")
+        return self._sequences[sample_id]
+
+    def _ending(self, sample: Sample) -> Ending:
+        """How it ends; ValueError if the engine cannot (or need not) run it."""
+        who, config = f"sample {sample.id}", self.config
+        if sample.id in self._sequences:
+            raise ValueError(f"{who} is already in the engine; pause or abort it first")
+        if sample.is_done:
+            raise ValueError(f"{who} is {sample.status}; only unfinished samples can be added")
+        if sample.turn_ended:
+            raise ValueError(f"{who} waits for its environment; append_observation first")
+        if config.max_model_len is not None and len(sample.prompt_ids) >= config.max_model_len:
+            raise ValueError(
+                f"{who}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len {config.max_model_len} leaves "
+                "no room for output; shorten the prompt or raise max_model_len"
+            )
+        last = sample.segments[-1].version if sample.segments else 0
+        if last > self._version:
+            raise ValueError(
+                f"{who} has tokens of version {last}, newer than the engine's {self._version}; update the engine's "
+                "weights first, or give it version= if it has them"
+            )
+        length = self.lengths(sample)
+        if not isinstance(length, Length):
+            raise ValueError(f"{who}: lengths gave {length!r}, not a Length")
+        ending = ending_of(sample, length, config.max_model_len)
+        if ending.emission <= len(sample.output_ids) and last != OBSERVATION:
+            raise ValueError(f"{who} has already ended ({ending.kind}); it is finished, not to be resumed")
+        self._check_memory(sample, ending)
+        return ending
+
+    def _check_memory(self, sample: Sample, ending: Ending) -> None:
+        capacity = self.config.kv_tokens
+        if capacity is None:
+            return
+        longest = cap_of(sample, self.config.max_model_len) if sample.multi_turn else ending.length
+        if longest is None:
+            raise ValueError(f"sample {sample.id}: with kv_tokens a multi-turn sample needs max_tokens or max_model_len")
+        if len(sample.prompt_ids) + longest > capacity:
+            raise ValueError(
+                f"sample {sample.id} gets up to {len(sample.prompt_ids) + longest} tokens, and kv_tokens {capacity} does "
+                "not hold them; raise kv_tokens or lower max_tokens"
+            )
+
+    def _spend(self, seconds: float) -> None:
+        self._at = self.now() + seconds
+
+    def _event(self, kind: EventKind, time: float, duration: float = 0.0, **fields: Any) -> None:
+        if self.listener is not ignore:
+            self._queue.append(Event(kind, time, duration, self.name, **fields))
+
+    def _emit(self, kind: EventKind, seq: SimulatedSequence, time: float | None = None, **fields: Any) -> None:
+        if self.listener is not ignore:
+            at = self.now() if time is None else time
+            sample = seq.sample
+            self._queue.append(Event(kind, at, engine=self.name, sample=sample.id, group=sample.group_id, **fields))
+
+    @contextlib.contextmanager
+    def _events(self) -> Iterator[None]:
+        """The listener hears of a call's events when its work is done, so that it cannot leave it half done by raising.
+        It hears of every event; the first error is raised in the end."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+        while self._queue:
+            try:
+                self.listener(self._queue.popleft())
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+def check_limit(limit: int | None) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"limit must be at least 1 output token, or None for no limit, not {limit!r}")

@@ -1,0 +1,231 @@
+"""How tokens get into samples: written into their lists, or counted.
+
+`Lists` makes the tokens and writes them. `Columns` is for millions of samples: their records hold no tokens but rules
+to compute them from, and cost the same whatever the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast, overload
+
+from longtail.partial_rollout.engines.simulated import script
+from longtail.partial_rollout.engines.simulated.sequence import SimulatedSequence
+from longtail.sample import Sample, Segment
+from longtail.version import PolicyVersion
+
+
+T = TypeVar("T")
+
+
+class Records(Protocol):
+    """What stands in the samples at the end of a step is right whichever it is."""
+
+    def begin(self, seq: SimulatedSequence, start: int, version: PolicyVersion) -> None:
+        """From output position `start` on its tokens are of this version; it has made the first of them."""
+        ...
+
+    def end(self, seq: SimulatedSequence, length: int) -> None:
+        """Its output has this length, and does not grow for now."""
+        ...
+
+    def catch_up(self, running: list[SimulatedSequence]) -> None:
+        """Somebody may look at these now."""
+        ...
+
+
+class Lists:
+    """The records that every other engine makes."""
+
+    def __init__(self, engine: str, vocab_size: int) -> None:
+        self.engine, self.vocab_size = engine, vocab_size
+        self._versions: dict[SimulatedSequence, PolicyVersion] = {}
+
+    def begin(self, seq: SimulatedSequence, start: int, version: PolicyVersion) -> None:
+        self._versions[seq] = version
+
+    def end(self, seq: SimulatedSequence, length: int) -> None:
+        version = self._versions.pop(seq, None)
+        if version is not None:
+            self._write(seq, length, version)
+
+    def catch_up(self, running: list[SimulatedSequence]) -> None:
+        for seq, version in self._versions.items():
+            self._write(seq, seq.num_output_tokens, version)
+
+    def _write(self, seq: SimulatedSequence, length: int, version: PolicyVersion) -> None:
+        sample, start = seq.sample, len(seq.sample.output_ids)
+        tokens = script.token_ids(sample.seed, start, length, self.vocab_size)
+        sample.extend(tokens, script.logprobs(sample.seed, start, length), version, self.engine, seq.kv)
+
+
+class Columns:
+    """output_ids, logprobs and versions of each sample are `Column`s: sequences that compute what they are asked for."""
+
+    def __init__(self, engine: str, vocab_size: int) -> None:
+        self.engine, self.vocab_size = engine, vocab_size
+
+    def begin(self, seq: SimulatedSequence, start: int, version: PolicyVersion) -> None:
+        sample = seq.sample
+        if not isinstance(sample.output_ids, Column):
+            sample.output_ids = cast("list[int]", TokenIds(sample.seed, sample.output_ids, self.vocab_size))
+            sample.logprobs = cast("list[float]", Logprobs(sample.seed, sample.logprobs))
+            sample.versions = cast("list[PolicyVersion]", Versions(sample.segments, len(sample.versions)))
+        last = sample.segments[-1] if sample.segments else None
+        if last is not None and (last.version, last.engine, last.kv) == (version, self.engine, seq.kv):
+            start = last.start
+            sample.segments.pop()
+        sample.segments.append(OpenSegment(start, version, self.engine, seq.kv, seq))
+        for column in _columns(sample):
+            column.grows_with = seq
+
+    def end(self, seq: SimulatedSequence, length: int) -> None:
+        segments = seq.sample.segments
+        if segments and isinstance(segments[-1], OpenSegment):
+            last = segments[-1]
+            segments[-1] = Segment(last.start, length, last.version, last.engine, last.kv)
+            for column in _columns(seq.sample):
+                column.grows_with, column.size = None, length
+
+    def catch_up(self, running: list[SimulatedSequence]) -> None:
+        pass
+
+
+def _columns(sample: Sample) -> tuple[Column[Any], ...]:
+    return cast("tuple[Column[Any], ...]", (sample.output_ids, sample.logprobs, sample.versions))
+
+
+class OpenSegment(Segment):
+    """The segment that a running sequence is making."""
+
+    __slots__ = ("_seq",)
+
+    def __init__(self, start: int, version: PolicyVersion, engine: str, kv: Any, seq: SimulatedSequence) -> None:
+        self.start, self.version, self.engine, self.kv = start, version, engine, kv
+        self._seq = seq
+
+    @property
+    def end(self) -> int:  # type: ignore[override]
+        return self._seq.num_output_tokens
+
+
+class Column(Sequence[T], Generic[T]):
+    """As much of a list as a sample's records need: read, extend, and cut at the end. Equal to a list of the same."""
+
+    __slots__ = ("_given", "grows_with", "size")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.grows_with: SimulatedSequence | None = None
+        """The running sequence whose output length is its own."""
+        self._given: list[tuple[int, list[T]]] | None = None
+        """Stretches that somebody else wrote, with the positions at which they start."""
+
+    def _computed(self, start: int, end: int) -> list[T]:
+        """Of positions that nobody else wrote."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self.size if self.grows_with is None else self.grows_with.num_output_tokens
+
+    @overload
+    def __getitem__(self, key: int) -> T: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[T]: ...
+    def __getitem__(self, key: int | slice) -> T | list[T]:
+        if isinstance(key, slice):
+            start, end, step = key.indices(len(self))
+            if step > 0:
+                return self._values(start, max(start, end))[::step]
+            return self._values(0, len(self))[key]
+        position = key + len(self) if key < 0 else key
+        if not 0 <= position < len(self):
+            raise IndexError(f"position {key} of {len(self)}")
+        return self._values(position, position + 1)[0]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._values(0, len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __add__(self, other: Sequence[T]) -> list[T]:
+        return [*self, *other]
+
+    def append(self, value: T) -> None:
+        self.extend([value])
+
+    def extend(self, values: Sequence[T]) -> None:
+        assert self.grows_with is None, "a running sample's output grows in the engine"
+        if values:
+            self._given = [*(self._given or ()), (self.size, list(values))]
+            self.size += len(values)
+
+    def __iadd__(self, values: Sequence[T]) -> Column[T]:
+        self.extend(values)
+        return self
+
+    def __delitem__(self, key: slice) -> None:
+        start, end, step = key.indices(len(self))
+        assert self.grows_with is None and (end, step) == (self.size, 1), "only the end can be dropped"
+        kept = [(at, values[: start - at]) for at, values in self._given or () if at < start]
+        self.size, self._given = start, kept or None
+
+    def _values(self, start: int, end: int) -> list[T]:
+        result: list[T] = []
+        for at, values in self._given or ():
+            if start < at < end:
+                result += self._computed(start, at)
+                start = at
+            if at <= start < at + len(values):
+                result += values[start - at : end - at]
+                start = min(at + len(values), end)
+        return result + self._computed(start, end) if start < end else result
+
+
+class TokenIds(Column[int]):
+    __slots__ = ("_seed", "_vocab_size")
+
+    def __init__(self, seed: int, known: Sequence[int], vocab_size: int) -> None:
+        super().__init__(0)
+        self._seed, self._vocab_size = seed, vocab_size
+        self.extend(known)
+
+    def _computed(self, start: int, end: int) -> list[int]:
+        return script.token_ids(self._seed, start, end, self._vocab_size)
+
+
+class Logprobs(Column[float]):
+    __slots__ = ("_seed",)
+
+    def __init__(self, seed: int, known: Sequence[float]) -> None:
+        super().__init__(0)
+        self._seed = seed
+        self.extend(known)
+
+    def _computed(self, start: int, end: int) -> list[float]:
+        return script.logprobs(self._seed, start, end)
+
+
+class Versions(Column[PolicyVersion]):
+    """Read off the sample's segments."""
+
+    __slots__ = ("_segments",)
+
+    def __init__(self, segments: list[Segment], size: int) -> None:
+        super().__init__(size)
+        self._segments = segments
+
+    def extend(self, values: Sequence[PolicyVersion]) -> None:
+        self.size += len(values)
+
+    def _computed(self, start: int, end: int) -> list[PolicyVersion]:
+        result: list[PolicyVersion] = []
+        for segment in self._segments:
+            first, last = max(segment.start, start), min(segment.end, end)
+            result += [segment.version] * (last - first)
+        return result
