@@ -101,8 +101,8 @@ class Generation:
         """Throws a group away, whatever its samples are doing."""
         self._pause(self._in_engine(group.samples))
         tokens = sum(s.num_generated for s in group.samples)
-        self.dropped += group.samples
         self.store.discard([group.group], line)
+        self.dropped += group.samples
         self._forget(group.samples)
         self._emit("discard", group=group.id, num_seqs=len(group.samples), num_tokens=tokens, detail=line)
         self.leave([group])
@@ -323,8 +323,8 @@ class Generation:
     def _remove(self, group: GroupState, samples: list[Sample], line: Line) -> None:
         """Takes samples out of their group for good."""
         self._pause(self._in_engine(samples))
-        self.dropped += samples
         self.store.remove(samples, line)
+        self.dropped += samples
         self._forget(samples)
         group.ended = [s for s in group.ended if s not in samples]
 

@@ -98,6 +98,10 @@ class SampleStore:
                 finally:
                     self._database.close()
 
+    @property
+    def is_open(self) -> bool:
+        return self._database.is_open
+
     def __enter__(self) -> SampleStore:
         return self
 

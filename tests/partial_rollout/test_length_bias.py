@@ -168,7 +168,7 @@ def test_starving_the_long_ones_warns():
 
 
 def test_second_onset_warns_again():
-    bias, run = LengthBias(window=4), Scripted(1, keep=lambda group: 10 <= run.made // 1 and not dropping)
+    bias, run = LengthBias(window=4), Scripted(1, keep=lambda group: run.made // 1 >= 10 and not dropping)
     dropping = True
     with pytest.warns(LengthBiasWarning) as caught:
         for i in range(30):

@@ -9,7 +9,7 @@ from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, g
 
 from longtail import Event, Group, LongtailError, Rollout, SampleStore, SamplingParams, Sync, TokenBudget
 from longtail.partial_rollout.repetition import RepetitionDetector
-from longtail.partial_rollout.strategies import RolloutState, Strategy
+from longtail.partial_rollout.strategies import Strategy
 from longtail.sample import Sample
 
 LENGTHS = [3, 40, 8, 25, 12, 60]
@@ -208,13 +208,6 @@ def test_budget_arguments() -> None:
             TokenBudget(bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="per must be"):
         TokenBudget(5, per="group")  # type: ignore[arg-type]
-
-
-def test_new_tokens_counts_this_iteration_only() -> None:
-    sample = group("a", prompt(3)).samples[0]
-    sample.output_ids = [5] * 9
-    state = RolloutState(0, [], [], {sample.id: sample}, {sample.id: 6})
-    assert state.new_tokens(sample) == 3
 
 
 def test_store_hands_over_once() -> None:

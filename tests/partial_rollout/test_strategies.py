@@ -185,12 +185,12 @@ def test_context_aware() -> None:
 
 
 def test_context_aware_gives_way_after_a_chunk() -> None:
-    """One slot, chunks of 2. The probes A0 and B0 take turns, the one with fewer tokens first: A0 until 2, B0 until 4;
-    A0 ends at 5, B0 at 8."""
+    """One slot, chunks of 2. A0 has 2 tokens at 2, B0 none: B0. At 4 both have 2, B0 goes on; at 6 it has 4: A0, which
+    ends at 7; B0 ends at 8."""
     run = Run(ContextAware(chunk=2), {"A": [3], "B": [5]}, slots=1)
     run.collect()
-    starts = [(0.0, "A/0"), (2.0, "B/0"), (4.0, "A/0"), (5.0, "B/0")]
-    assert run.admissions() == starts
+    assert run.admissions() == [(0.0, "A/0"), (2.0, "B/0"), (6.0, "A/0"), (7.0, "B/0")]
+    assert run.engine.now() == 8.0
 
 
 def test_context_aware_is_fair() -> None:

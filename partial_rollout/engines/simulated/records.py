@@ -14,7 +14,6 @@ from longtail.partial_rollout.engines.simulated.sequence import SimulatedSequenc
 from longtail.sample import Sample, Segment
 from longtail.version import PolicyVersion
 
-
 T = TypeVar("T")
 
 
