@@ -26,10 +26,17 @@ import pandas as pd
 
 from longtail.errors import TraceError
 
-PARTS = ("prefill", "decode", "sampling", "drafting", "scheduling", "switch", "grade", "train", "idle")
+PARTS = ("prefill", "decode", "sampling", "drafting", "scheduling", "switch", "grade", "wait", "train", "idle")
 """Columns of `breakdown`, which add up to `wall`; the first five are *generate*."""
 GENERATE = PARTS[:5]
-_PART_OF_KIND = {"save": "switch", "restore": "switch", "update": "switch", "grade": "grade", "train": "train"}
+_PART_OF_KIND = {
+    "save": "switch",
+    "restore": "switch",
+    "update": "switch",
+    "grade": "grade",
+    "wait": "wait",
+    "train": "train",
+}
 _RELEASES = ("pause", "preempt", "finish")
 _COMPARED = (
     "wall_seconds",
@@ -122,7 +129,8 @@ def breakdown(df: pd.DataFrame) -> pd.DataFrame:
       overstates the prefill part where decode is bound by reading KV and weights.
     - sampling: processing logits and drawing. drafting: making drafts (their rows are in decode). scheduling: the rest
       of the steps.
-    - switch: saving and restoring KV, updating weights. grade, train: as emitted.
+    - switch: saving and restoring KV, updating weights. grade, train: as emitted. wait: for graders and environments
+      with nothing to run; what they do while others decode takes no time of the run.
     - idle: the run's wall time in none of these.
 
     A second counts once: where events overlap, the one that started last has it (a restore inside a step is switch).
@@ -169,7 +177,8 @@ def summary(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
 
     Times in seconds, lengths in output tokens of finished samples (nearest rank). Shares: tail of the wall time, bubble
     of the slot-seconds while generating, capped of the finished samples. tokens_generated = tokens_trained +
-    tokens_pending + tokens_aborted + tokens_unaccounted; the last is 0 unless a run was cut with samples in slots.
+    tokens_pending + tokens_aborted + tokens_dropped (cut off or thrown away: the ledger says why) + tokens_unaccounted;
+    the last is 0 unless a run was cut with samples in slots.
     tokens_reprefilled: computed again after a pause or a preemption (see `_reprefilled`).
     """
     facts, parts, steps, ended = runs(df), breakdown(df), iterations(df), lengths(df)
@@ -184,6 +193,7 @@ def summary(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
         numbers |= _trained(run, float(fact.wall))
         numbers |= _waiting(own, float(fact.wall))
         numbers |= _tokens(run, int(numbers["tokens_trained"]))
+        numbers |= _staleness(run)
         numbers |= _responses(ended[ended["run"] == run.name], run)
         del part["run"]
         numbers["breakdown"] = part
@@ -394,10 +404,16 @@ def _tokens(run: _Run, trained: int) -> dict[str, int]:
     handed = {event.group for event in run.of("hand_over")}
     known: dict[str, Any] = {}  # each sample's last word on its output tokens
     groups: dict[str, str] = {}
-    for event in run.of("submit", "admit", "pause", "finish"):
-        if event.group:
+    dropped = 0
+    for event in run.of("submit", "admit", "pause", "park", "finish", "cut", "discard"):
+        if event.group and event.sample:
             groups[event.sample] = event.group
-        if event.kind in ("pause", "finish"):
+        if event.kind in ("cut", "discard"):
+            dropped += event.num_tokens
+            gone = [event.sample] if event.sample else [s for s in known if groups.get(s) == event.group]
+            for sample in gone:
+                known.pop(sample, None)
+        elif event.kind in ("pause", "park", "finish"):
             known[event.sample] = event
     pending = aborted = 0
     for sample, event in known.items():
@@ -409,7 +425,8 @@ def _tokens(run: _Run, trained: int) -> dict[str, int]:
     return {
         "tokens_pending": pending,
         "tokens_aborted": aborted,
-        "tokens_unaccounted": generated - trained - pending - aborted,
+        "tokens_dropped": dropped,
+        "tokens_unaccounted": generated - trained - pending - aborted - dropped,
         "tokens_reprefilled": _reprefilled(run),
         "tokens_restored": int(run.total("restore", "num_tokens")),
         "tokens_drafted": int(run.total("step", "num_draft_tokens")),
@@ -437,6 +454,20 @@ def _reprefilled(run: _Run) -> int:
         computed = release.num_tokens if release.kind == "preempt" else int(event.value) - 1
         again += max(0, computed - event.num_tokens)
     return again
+
+
+def _staleness(run: _Run) -> dict[str, Any]:
+    """Of the trained tokens, at their hand-over: current version less that of the token."""
+    counts: dict[int, int] = {}
+    for event in run.of("hand_over"):
+        for age, tokens in _settings(event.detail).get("staleness", {}).items():
+            counts[int(age)] = counts.get(int(age), 0) + int(tokens)
+    total = sum(counts.values())
+    return {
+        "staleness": {str(age): counts[age] for age in sorted(counts)},
+        "staleness_mean": _ratio(sum(age * n for age, n in counts.items()), total),
+        "staleness_max": max(counts, default=None),
+    }
 
 
 def _responses(ended: pd.DataFrame, run: _Run) -> dict[str, Any]:

@@ -64,9 +64,12 @@ def bench_command(
     ),
     model: Annotated[str, typer.Option(help="Model name, directory or hub id")] = "smollm2-135m",
     tasks: Annotated[str, typer.Option(help="Task mix, e.g. mixed or gsm_symbolic=3,chain_sum=1")] = "mixed",
-    strategies: Annotated[str, typer.Option(help="Comma-separated; the first is the baseline")] = "sync,token-budget",
-    iterations: Annotated[int, typer.Option(min=1, help="Iterations (weight updates of a trainer)")] = 3,
-    prompts: Annotated[int, typer.Option(min=1, help="New prompts in each iteration")] = 6,
+    strategies: Annotated[
+        str,
+        typer.Option(help='"all", names, or "sync;over-issue:extra=9;my_module.Mine"; the first is the baseline'),
+    ] = "sync,token-budget",
+    iterations: Annotated[int, typer.Option(min=1, help="Batches in all (weight updates of a trainer)")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a batch")] = 6,
     group_size: Annotated[int, typer.Option(min=1, help="Samples of each prompt")] = 4,
     slots: Annotated[int, typer.Option(min=1, help="Samples that run at once")] = 24,
     max_tokens: Annotated[int, typer.Option(min=1, help="Cap on a response's tokens")] = 512,
@@ -87,11 +90,12 @@ def bench_command(
     if context.invoked_subcommand is not None:
         return
     from longtail.bench.run import BenchConfig, run, write
+    from longtail.bench.strategy_specs import split_specs
 
     config = BenchConfig(
         model=model,
         tasks=tasks,
-        strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+        strategies=split_specs(strategies),
         iterations=iterations,
         prompts=prompts,
         group_size=group_size,

@@ -1,8 +1,9 @@
 """`longtail bench`: the same prompts and seeds under several strategies, measured in one process.
 
-For each strategy: in every iteration new prompts are submitted, the rollout collects, and what is handed over is
-graded. After the last iteration what is still unfinished is waited for, so that every regime ends with the same
-samples; their tokens are compared bit for bit.
+For each strategy: all prompts are submitted, as a trainer's data loader has them all, and the rollout collects batch
+after batch until everything is handed over; graders work beside it. After each batch the weights are updated, to the
+same weights under the next version: the update and what follows from it take their time, tokens get their age, and
+every regime makes the same samples; their tokens are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtail.bench import analysis, machine
-from longtail.bench.tasks import Task, grade, load_tasks, prompt_ids
+from longtail.bench.strategy_specs import BUDGET_SHARE, check_specs, samples_for, strategy_for
+from longtail.bench.tasks import Task, grade_request, load_tasks, prompt_ids
 from longtail.bench.trace import TraceWriter, replacing
 from longtail.events import Event, Listener
 from longtail.partial_rollout.engines.native.engine import NativeEngine
+from longtail.partial_rollout.grading import GradeRequest, GraderPool
 from longtail.partial_rollout.rollout import Rollout
-from longtail.partial_rollout.strategies import Strategy, Sync, TokenBudget
+from longtail.partial_rollout.strategies import Strategy
 from longtail.sample import Group, Sample
 from longtail.sampling_params import SamplingParams
 
@@ -27,9 +30,7 @@ if TYPE_CHECKING:
     import pandas
 
 STRATEGIES = ("sync", "token-budget")
-BUDGET_SHARE = 0.9
-"""Automatic token budget: this share of what sync generates in an iteration. At 1.0 the budget would now and then not
-be reached before the tail; far below it, unfinished work would pile up from iteration to iteration."""
+"""Of the demo."""
 ASSUMED_SHARE_OF_CAP = 0.35
 """Mean length over the cap, where no sync run has measured it."""
 
@@ -40,8 +41,9 @@ class BenchConfig:
     tasks: str = "mixed"
     strategies: tuple[str, ...] = STRATEGIES
     iterations: int = 3
+    """Batches in all."""
     prompts: int = 6
-    """New prompts of an iteration."""
+    """Of a batch: what a trainer takes from an iteration, at least on average."""
     group_size: int = 4
     slots: int = 24
     max_tokens: int = 512
@@ -60,16 +62,12 @@ class BenchConfig:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.token_budget is not None and self.token_budget < 1:
             raise ValueError(f"token_budget must be at least 1, not {self.token_budget}")
-        unknown = [name for name in self.strategies if name not in STRATEGIES]
-        if unknown or not self.strategies:
-            raise ValueError(f"strategies: {', '.join(unknown) or 'none given'}; choose from {', '.join(STRATEGIES)}")
-        if len(set(self.strategies)) < len(self.strategies):
-            raise ValueError(f"strategies: {', '.join(self.strategies)} names one twice")
+        check_specs(self.strategies)
         self.params(0)  # checks the sampling fields
 
-    def params(self, prompt: int) -> SamplingParams:
+    def params(self, prompt: int, samples: int | None = None) -> SamplingParams:
         return SamplingParams(
-            n=self.group_size,
+            n=samples or self.group_size,
             temperature=self.temperature,
             max_tokens=self.max_tokens,
             seed=self.seed * 1_000_003 + prompt,
@@ -109,31 +107,51 @@ def run(
         max_num_seqs=config.slots,
         max_model_len=max(map(len, prompts)) + config.max_tokens,
     )
+    model_weights = load_weights(source)
     trace = TraceWriter()
     samples: dict[str, dict[str, Sample]] = {}
-    ledgers: dict[str, dict[str, int]] = {}
-    drafting: dict[str, dict[str, Any] | None] = {}
+    extras: dict[str, dict[str, Any]] = {}
     measured: float | None = None
-    for name in config.strategies:
-        strategy = _strategy(name, config, measured)
-        _warm_up(engine, config)
-        record = trace.listener(name)
+    with GraderPool(grade_request, workers=1) as graders:
+        _warm_up(engine, config, model_weights)
+        _warm_up_graders(graders, tasks[0])
+        for name in config.strategies:
+            strategy = _strategy(name, config, measured)
+            _warm_up(engine, config, None)
+            record = trace.listener(name)
 
-        def listen(event: Event, name: str = name, record: Listener = record) -> None:
-            record(event)
-            progress(name, event)
+            def listen(event: Event, name: str = name, record: Listener = record) -> None:
+                record(event)
+                progress(name, event)
 
-        engine.use_drafter(config.drafter)  # anew: no run may learn from the one before
-        groups, ledgers[name] = _run_strategy(engine, strategy, config, tasks, prompts, tokenizer, listen)
-        drafting[name] = None if engine.speculation is None else engine.speculation.report()
-        samples[name] = {s.id: s for g in groups for s in g.samples}
-        if name == "sync":
-            measured = sum(len(s.output_ids) for s in samples[name].values()) / config.iterations
+            engine.use_drafter(config.drafter)  # anew: no run may learn from the one before
+            rollout = Rollout(
+                engine,
+                strategy=strategy,
+                grader=graders,
+                decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+                listener=listen,
+            )
+            groups = [
+                Group.from_prompt(
+                    f"p{i}", prompt, config.params(i, samples_for(strategy, config.group_size)), task=task
+                )
+                for i, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
+            ]
+            done = _run_strategy(rollout, config, groups, model_weights, listen)
+            samples[name] = {s.id: s for g in done for s in g.samples}
+            extras[name] = {
+                "ledger": rollout.store.ledger.as_dict(),
+                "speculation": None if engine.speculation is None else engine.speculation.report(),
+                "length_estimates": rollout.lengths.report(),
+                "length_bias": rollout.length_bias.report(),
+            }
+            if strategy.name == "sync" and measured is None:
+                measured = sum(len(s.output_ids) for s in samples[name].values()) / config.iterations
     frame = trace.frame()
     runs = analysis.summary(frame)
-    for name, ledger in ledgers.items():
-        runs[name]["ledger"] = ledger
-        runs[name]["speculation"] = drafting[name]
+    for name, extra in extras.items():
+        runs[name] |= extra
     summary = {
         "config": dataclasses.asdict(config),
         "machine": machine.describe(),
@@ -160,15 +178,21 @@ def write(result: BenchResult, out: Path) -> None:
     write_report(out / "report.html", result.frame, result.summary["runs"], meta)
 
 
+def load_weights(source: str) -> dict[str, Any]:
+    """A state dict, as a trainer has it."""
+    from longtail.partial_rollout.engines.native.loader import load_model
+
+    model, _ = load_model(source)
+    return dict(model.state_dict())
+
+
 def _strategy(name: str, config: BenchConfig, measured: float | None) -> Strategy:
-    if name == "sync":
-        return Sync()
-    samples = config.prompts * config.group_size
-    mean = measured if measured is not None else ASSUMED_SHARE_OF_CAP * config.max_tokens * samples
-    return TokenBudget(config.token_budget or max(1, round(BUDGET_SHARE * mean)))
+    mean = measured or ASSUMED_SHARE_OF_CAP * config.max_tokens * config.prompts * config.group_size
+    budget = config.token_budget or max(1, round(BUDGET_SHARE * mean))
+    return strategy_for(name, groups=config.prompts, samples=config.group_size, budget=budget)
 
 
-def _warm_up(engine: NativeEngine, config: BenchConfig) -> None:
+def _warm_up(engine: NativeEngine, config: BenchConfig, weights: dict[str, Any] | None) -> None:
     """First calls compile and allocate; and no run may find the prefixes of the one before. The prompt is long enough
     for the kernel that uses all threads, the few tokens after it take the one that does not."""
     prompt = [5 + i % 90 for i in range(min(128, engine.max_model_len - 8))]
@@ -177,19 +201,33 @@ def _warm_up(engine: NativeEngine, config: BenchConfig) -> None:
     )
     while engine.has_work:
         engine.step()
+    if weights is not None:
+        engine.update_weights(weights, engine.version + 1)
     engine.reset_prefix_cache()
 
 
+def _warm_up_graders(graders: GraderPool, task: Task) -> None:
+    """A worker imports its verifiers with the first request."""
+    graders.submit(
+        GradeRequest(
+            sample_id="warm-up",
+            group_id="warm-up",
+            task=task,
+            prompt_ids=(1,),
+            output_ids=(1,),
+            text="",
+            finish_reason="stop",
+        )
+    )
+    graders.wait()
+
+
 def _run_strategy(
-    engine: NativeEngine,
-    strategy: Strategy,
-    config: BenchConfig,
-    tasks: list[Task],
-    prompts: list[list[int]],
-    tokenizer: Any,
-    listen: Listener,
-) -> tuple[list[Group], dict[str, int]]:
-    """-> what was handed over, and the ledger (`Ledger.as_dict`)."""
+    rollout: Rollout, config: BenchConfig, groups: list[Group], weights: dict[str, Any], listen: Listener
+) -> list[Group]:
+    """-> what was handed over."""
+    engine, strategy = rollout.engine, rollout.strategy
+    assert isinstance(engine, NativeEngine)
     settings = {
         **dataclasses.asdict(config),
         "strategy": strategy.name,
@@ -198,44 +236,30 @@ def _run_strategy(
     }
     listen(Event("run_start", engine.now(), detail=json.dumps(settings)))
     engine.listener = listen
-    rollout = Rollout(engine, strategy=strategy, listener=listen)
     done: list[Group] = []
     try:
-        for iteration in range(config.iterations):
-            numbers = range(iteration * config.prompts, (iteration + 1) * config.prompts)
-            rollout.submit(Group.from_prompt(f"p{i}", prompts[i], config.params(i), task=tasks[i]) for i in numbers)
-            done += _graded(rollout.collect(), engine, tokenizer, listen)
-        if len(rollout.store):
-            done += _graded(rollout.collect(wait=True), engine, tokenizer, listen)
+        rollout.submit(groups)
+        while len(rollout.store):
+            done += rollout.collect()
+            if len(rollout.store):
+                rollout.update_weights(weights, engine.version + 1)
     finally:
         engine.listener = lambda event: None
     engine.check_integrity()
-    rollout.store.check_balance()
+    rollout.check_integrity()
     listen(Event("run_end", engine.now()))
-    return done, rollout.store.ledger.as_dict()
-
-
-def _graded(groups: list[Group], engine: NativeEngine, tokenizer: Any, listen: Listener) -> list[Group]:
-    for group in groups:
-        for sample in group.samples:
-            start = engine.now()
-            sample.reward = grade(group.task, tokenizer.decode(sample.output_ids, skip_special_tokens=True))
-            listen(
-                Event(
-                    "grade",
-                    start,
-                    engine.now() - start,
-                    sample=sample.id,
-                    group=group.id,
-                    value=sample.reward,
-                )
-            )
-    return groups
+    return done
 
 
 def _identical(samples: dict[str, dict[str, Sample]]) -> bool | None:
-    """Whether every sample has the same tokens and log-probabilities under every strategy; None with only one."""
+    """Whether every sample has the same tokens and log-probabilities under every strategy that handed it over; None
+    with only one."""
     if len(samples) < 2:
         return None
-    records = [{i: (s.output_ids, s.logprobs) for i, s in by_id.items()} for by_id in samples.values()]
-    return all(record == records[0] for record in records[1:])
+    first: dict[str, Sample] = {}
+    for by_id in samples.values():
+        for name, sample in by_id.items():
+            other = first.setdefault(name, sample)
+            if (sample.output_ids, sample.logprobs) != (other.output_ids, other.logprobs):
+                return False
+    return True

@@ -26,7 +26,10 @@ import hashlib
 import math
 import re
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longtail.partial_rollout.grading import GradeRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +133,11 @@ def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
 def grade(task: Task, text: str) -> float:
     """Reward of a response, in [0, 1]. Never raises; `verdict` also says what was read and what went wrong."""
     return verdict(task, text).reward
+
+
+def grade_request(request: GradeRequest) -> float:
+    """As a `Grader`: the group's task is the `Task`."""
+    return grade(request.task, request.text)
 
 
 def verdict(task: Task, text: str) -> Grade:

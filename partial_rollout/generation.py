@@ -324,6 +324,8 @@ class Generation:
         """Takes samples out of their group for good."""
         self._pause(self._in_engine(samples))
         self.store.remove(samples, line)
+        for sample in samples:
+            self._emit("discard", sample, num_seqs=1, num_tokens=sample.num_generated, detail=line)
         self.dropped += samples
         self._forget(samples)
         group.ended = [s for s in group.ended if s not in samples]

@@ -31,6 +31,7 @@ __all__ = [
     "TokenBudget",
     "make_strategy",
     "oldest_unfinished_first",
+    "parse_strategy",
     "strategy_class",
 ]
 
@@ -39,32 +40,33 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 
-def make_strategy(strategy: Strategy | str | None) -> Strategy:
-    """An object as it is; None: `Sync`; text: a name, or the dotted path of a class of your own, with its settings:
-    "sync", "token-budget:tokens=8000", "over-issue:groups=32,extra=8", "my_package.my_module.MyStrategy:groups=4".
+def make_strategy(strategy: Strategy | str | tuple[type[Strategy], dict[str, Any]] | None) -> Strategy:
+    """An object as it is; None: `Sync`; text, or what `parse_strategy` made of it: a new one.
 
     ValueError names what is not known, and what there is."""
     if strategy is None:
         return Sync()
     if isinstance(strategy, Strategy):
         return strategy
-    if not isinstance(strategy, str):
-        raise ValueError(f"strategy must be a Strategy or a name, not {strategy!r}")
-    name, _, text = strategy.partition(":")
-    cls = strategy_class(name.strip())
-    settings = dict(_setting(strategy, part) for part in text.split(",") if part.strip())
-    known = [p.name for p in inspect.signature(cls).parameters.values()]
-    unknown = [key for key in settings if key not in known]
+    cls, settings = strategy if isinstance(strategy, tuple) else parse_strategy(strategy)
+    parameters, name = inspect.signature(cls).parameters.values(), cls.name
+    unknown = settings.keys() - {p.name for p in parameters}
     if unknown:
-        raise ValueError(f"strategy {name}: no setting {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
-    try:
-        return cls(**settings)
-    except TypeError as error:
-        parameters = inspect.signature(cls).parameters.values()
-        needed = [p.name for p in parameters if p.default is p.empty and p.name not in settings]
-        if not needed:
-            raise
-        raise ValueError(f'strategy {name} needs {", ".join(needed)}, e.g. "{name}:{needed[0]}=8"') from error
+        known = ", ".join(p.name for p in parameters) or "none"
+        raise ValueError(f"strategy {name}: no setting {', '.join(sorted(unknown))}; it has {known}")
+    needed = [p.name for p in parameters if p.default is p.empty and p.name not in settings]
+    if needed:
+        raise ValueError(f'strategy {name} needs {", ".join(needed)}, e.g. "{name}:{needed[0]}=8"')
+    return cls(**settings)
+
+
+def parse_strategy(spec: str) -> tuple[type[Strategy], dict[str, Any]]:
+    """A name, or the dotted path of a class of your own, with its settings: "sync", "token-budget:tokens=8000",
+    "over-issue:groups=32,extra=8", "my_package.my_module.MyStrategy:groups=4"."""
+    if not isinstance(spec, str):
+        raise ValueError(f"strategy must be a Strategy or a name, not {spec!r}")
+    name, _, text = spec.partition(":")
+    return strategy_class(name.strip()), dict(_setting(spec, part) for part in text.split(",") if part.strip())
 
 
 def strategy_class(name: str) -> type[Strategy]:

@@ -13,8 +13,8 @@ class BoundedStaleness(Strategy):
 
     A group is begun only while fewer than (eta + 1) x `groups` are begun and not handed over. This is AReaL's rule
     capacity = min(slots - running, (eta + version + 1) x batch - (accepted + running)), in which version x batch is
-    what was handed over. It bounds the staleness of what is trained at the time it is begun; a group that then takes longer
-    than others may exceed it. For a hard bound give the rollout a `StalenessRule`.
+    what was handed over. It bounds the staleness at the time a group is begun; one that then takes longer than others
+    may exceed it. For a hard bound give the rollout a `StalenessRule`.
     """
 
     name = "bounded-staleness"

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from longtail.bench.cli import app
-from longtail.bench.run import BUDGET_SHARE, BenchConfig
+from longtail.bench.run import BenchConfig
+from longtail.bench.strategy_specs import BUDGET_SHARE
 from longtail.bench.trace import read_trace
 
 
