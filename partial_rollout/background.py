@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import heapq
 import math
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -171,3 +172,23 @@ def check_submit(sample_id: str, pending: Any, closed: bool) -> None:
         raise ValueError(f"submit {sample_id}: this background is closed")
     if sample_id in pending:
         raise ValueError(f"submit {sample_id}: it has a request pending; wait for its result or cancel it first")
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError: what it says (check.py:12 in check)`, in a bounded number of characters."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = ""
+    if trace is not None:
+        code = trace.tb_frame.f_code
+        place = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name})"
+    return f"{type(error).__name__}: {shorten(text)}{place}" if text else f"{type(error).__name__}{place}"
+
+
+def shorten(text: str, length: int = 500) -> str:
+    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"

@@ -22,6 +22,8 @@ import types
 from multiprocessing.connection import Connection
 from typing import Any
 
+from longtail.partial_rollout.background import describe, shorten
+
 BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -84,26 +86,6 @@ def grade(grader: Any, payload: bytes) -> tuple[float | None, str | None]:
     if not math.isfinite(reward):
         return None, f"grader returned {reward}, not a finite number"
     return reward, None
-
-
-def describe(error: BaseException) -> str:
-    """`ValueError: what it says (check.py:12 in check)`, in a bounded number of characters."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "(its text cannot be made)"
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = ""
-    if trace is not None:
-        code = trace.tb_frame.f_code
-        place = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name})"
-    return f"{type(error).__name__}: {shorten(text)}{place}" if text else f"{type(error).__name__}{place}"
-
-
-def shorten(text: str, length: int = 500) -> str:
-    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
 
 
 def load(data: bytes) -> Any:

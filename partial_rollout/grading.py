@@ -35,7 +35,7 @@ from multiprocessing.connection import Pipe
 from typing import Any
 
 from longtail.partial_rollout import grader_worker
-from longtail.partial_rollout.background import check_submit
+from longtail.partial_rollout.background import check_submit, describe
 from longtail.sample import FinishReason, Sample
 
 
@@ -160,7 +160,7 @@ class GraderPool:
             payload = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # the task's own methods run here
             raise ValueError(
-                f"task of {request.sample_id} cannot be sent to a worker ({grader_worker.describe(error)}): make it "
+                f"task of {request.sample_id} cannot be sent to a worker ({describe(error)}): make it "
                 "plain data, or of a class at the top level of an importable module"
             ) from error
         job = self._pending[request.sample_id] = _Job(request.sample_id, payload)
@@ -405,7 +405,7 @@ def _pickle_grader(grader: Grader) -> bytes:
     try:
         return pickle.dumps(grader, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # its own methods run here
-        why = grader_worker.describe(error)
+        why = describe(error)
         raise ValueError(f"grader {grader_name(grader)} cannot be sent to a worker process: {why}. {_FIX}") from error
 
 
