@@ -282,8 +282,6 @@ class _Work:
         turn = self._turns.pop(sample_id, None)
         if turn is not None:
             turn.cancel()
-        for call in self._calls.get(sample_id, ()):
-            call.cancel()
         if sample_id in self._known:
             self._known.remove(sample_id)
             release = getattr(self._environment, "release", None)
@@ -291,7 +289,7 @@ class _Work:
                 self._after_others(sample_id, lambda: release(sample_id)).add_done_callback(self._released)
 
     def stop(self) -> None:
-        self.forget(*self._turns, *self._known)
+        self.forget(*{**self._turns, **dict.fromkeys(self._known)})
         self._ending = self._loop.create_task(self._stop())
 
     async def _stop(self) -> None:
@@ -304,12 +302,15 @@ class _Work:
         async with self._slots:
             start = time.monotonic()
             call = self._after_others(request.sample_id, lambda: self._answer(request))
-            # Not asyncio.timeout, which would wait for a call that does not heed its cancellation.
-            await asyncio.wait({call}, timeout=self._timeout)
+            try:  # not asyncio.timeout, which would wait for a call that does not heed its cancellation
+                await asyncio.wait({call}, timeout=self._timeout)
+                place = _place(call)
+            finally:
+                call.cancel()
         seconds = time.monotonic() - start
         observation, failure = None, None
         if not call.done():
-            failure = f"environment timed out after {self._timeout:g} s{_place(call)}"
+            failure = f"environment timed out after {self._timeout:g} s{place}"
         elif call.cancelled():
             failure = "environment cancelled its own call"
         else:

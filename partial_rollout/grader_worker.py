@@ -75,7 +75,11 @@ def serve(connection_fd: int, traceback_fd: int) -> None:
 def grade(grader: Any, payload: bytes) -> tuple[float | None, str | None]:
     """(reward, None) or (None, failure)."""
     try:
-        reward = grader(load(payload))
+        request = load(payload)
+    except BaseException as error:  # the task's own methods run here
+        return None, f"request could not be loaded in the grader's worker: {describe(error)}"
+    try:
+        reward = grader(request)
         if hasattr(reward, "item"):  # a scalar of numpy or torch
             reward = reward.item()
         if not isinstance(reward, numbers.Real):

@@ -111,12 +111,13 @@ def test_a_request_is_what_the_grader_sees_of_a_sample() -> None:
 
 
 def test_grades_come_back_under_their_names(make: Make, graders: ModuleType) -> None:
-    pool: Background[GradeRequest, Grade] = make(graders.length, workers=2)
+    made = make(graders.length, workers=2)
+    pool: Background[GradeRequest, Grade] = made
     for i in range(50):
         pool.submit(ask(f"s{i}", output=i))
     assert pool.num_pending == 50
-    assert isinstance(pool, GraderPool) and pool.next_time() is None
-    assert {name: grade.reward for name, grade in rest(pool).items()} == {f"s{i}": float(i) for i in range(50)}
+    assert pool.next_time() is None
+    assert {name: grade.reward for name, grade in rest(made).items()} == {f"s{i}": float(i) for i in range(50)}
 
 
 @pytest.mark.parametrize(("value", "reward"), [(1, 1.0), (True, 1.0), (-2.5, -2.5), ("numpy", 0.25)])
@@ -336,7 +337,9 @@ def test_what_cannot_be_loaded_there(make: Make, graders: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"cannot run in a worker process: ImportError: this model is only where"):
         make(graders.OnlyHere())
     grade = only(make(), ask("s", "call", graders.OnlyHere()))
-    assert grade.failure is not None and grade.failure.startswith("grader raised ImportError: this model is only")
+    assert grade.failure is not None and grade.failure.startswith(
+        "request could not be loaded in the grader's worker: ImportError: this model is only"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def modules(_: Any) -> Any:
     raise ValueError(f"heavy: {sorted(heavy)}")
 
 
-VERBS = {
+VERBS: dict[str, Callable[[Any], Any]] = {
     "call": lambda argument: argument,
     "hang": hang,
     "hang_in_c": hang_in_c,
