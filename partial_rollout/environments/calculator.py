@@ -74,7 +74,7 @@ def evaluate(expression: str) -> Number:
     if not re.fullmatch(r"[\d\s.+\-*/%()eE]*", expression, re.ASCII):
         raise ValueError("only numbers, brackets and + - * / // % ** are understood")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        tree = ast.parse(" ".join(expression.split()), mode="eval")
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("not an expression") from None
     return _value(tree.body)
