@@ -39,7 +39,7 @@ is_worker = False
 """This process is a grader's."""
 
 _main: str | None = None
-"""The parent's main module: `-m name`, a path, or None where there is none to import."""
+"""The parent's main module: `-m name`, or a path. None: there is none to import, or it was imported."""
 
 
 def serve(connection_fd: int, traceback_fd: int) -> None:
@@ -64,9 +64,9 @@ def serve(connection_fd: int, traceback_fd: int) -> None:
                 payload = connection.recv_bytes()
                 faulthandler.dump_traceback_later(timeout + DEADLINE_GRACE, exit=True, file=null)
                 reward, failure = grade(grader, payload)
-                faulthandler.cancel_dump_traceback_later()
                 if os.getpid() != pid:  # the grader forked, and this is the child
                     os._exit(1)
+                faulthandler.cancel_dump_traceback_later()
                 connection.send_bytes(json.dumps({"reward": reward, "failure": failure}).encode())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
@@ -75,7 +75,11 @@ def serve(connection_fd: int, traceback_fd: int) -> None:
 def grade(grader: Any, payload: bytes) -> tuple[float | None, str | None]:
     """(reward, None) or (None, failure)."""
     try:
-        reward = grader(load(payload))
+        request = load(payload)
+    except BaseException as error:  # the task's own methods run here
+        return None, f"request could not be loaded in the grader's worker: {describe(error)}"
+    try:
+        reward = grader(request)
         if hasattr(reward, "item"):  # a scalar of numpy or torch
             reward = reward.item()
         if not isinstance(reward, numbers.Real):
@@ -102,12 +106,14 @@ class _Unpickler(pickle.Unpickler):
 def _import_main() -> None:
     """The parent's main module under the name __mp_main__, as multiprocessing does, so that what stands under
     `if __name__ == "__main__"` does not run."""
-    if _main is None or "__mp_main__" in sys.modules:
+    global _main
+    main, _main = _main, None
+    if main is None:
         return
-    if _main.startswith("-m "):
-        content = runpy.run_module(_main.removeprefix("-m "), run_name="__mp_main__", alter_sys=True)
+    if main.startswith("-m "):
+        content = runpy.run_module(main.removeprefix("-m "), run_name="__mp_main__", alter_sys=True)
     else:
-        content = runpy.run_path(_main, run_name="__mp_main__")
+        content = runpy.run_path(main, run_name="__mp_main__")
     module = types.ModuleType("__mp_main__")
     module.__dict__.update(content)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module

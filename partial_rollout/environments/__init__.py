@@ -1,0 +1,1 @@
+"""Environments for multi-turn samples, one file each; see `longtail.partial_rollout.environment`."""
