@@ -99,7 +99,7 @@ def test_earlier_epochs():
     assert estimates.estimate(make_group("c", prompt=(1, 2, 4)).samples[0]).source == "cap"
     estimates.observe(end(again.samples[1], 12))
     assert estimates.estimate(at(again.samples[0], 5)) == Estimate(12.0, "siblings")
-    assert estimates.estimate(at(again.samples[0], 15)) == Estimate(pytest.approx(110 / 3), "epochs"), "12 is outgrown"
+    assert estimates.estimate(at(again.samples[0], 15)) == Estimate((20 + 30 + 60) / 3, "epochs"), "12 is outgrown"
 
 
 def test_newest_responses_of_a_prompt_are_kept():
@@ -150,10 +150,12 @@ def test_cut_short_is_left_out(reason: Any, status: Any):
     estimates.observe(end(group.samples[0], 3, reason, status))
     assert estimates.interrupted == 1 and estimates.report()["all"]["count"] == 0
     assert estimates.estimate(group.samples[1]).source == "cap"
-    estimates.admit(at(group.samples[0], 0))  # it was tried again
+    estimates.observe(end(group.samples[2], 60))
+    estimates.admit(at(group.samples[0], 0))  # it is tried again: what was said the first time is void
     estimates.observe(end(group.samples[0], 70))
     assert estimates.estimate(group.samples[1]) == Estimate(70.0, "siblings")
-    assert estimates.report()["all"]["count"] == 1
+    report = estimates.report()
+    assert (report["siblings"]["count"], report["cap"]["count"], report["interrupted"]) == (1, 0, 1)
 
 
 def test_never_below_what_it_has():
@@ -214,6 +216,9 @@ def test_state_goes_on_through_json():
                 if interrupt and (i, k) in ((20, 2), (31, 0)):
                     state = json.loads(json.dumps(estimates.to_dict(), allow_nan=False))
                     estimates = LengthEstimates.from_dict(state, task_of=task_of)
+                if (i, k) == (3, 1):
+                    estimates.observe(end(sample, 1, "aborted"))
+                    continue
                 tokens = int(min(100, rng.geometric(1 / 50)))
                 estimates.observe(end(sample, tokens, "length" if tokens == 100 else "stop"))
             if i % 2:
@@ -221,7 +226,7 @@ def test_state_goes_on_through_json():
         return said, estimates.report(), estimates.to_dict()
 
     whole, parts = run(False), run(True)
-    assert whole == parts
+    assert whole == parts and whole[1]["interrupted"] == 1
     assert {estimate.source for estimate in whole[0]} == {"siblings", "epochs", "task", "cap"}
 
 
@@ -251,6 +256,7 @@ def test_calibration_by_hand():
     estimates.admit(at(group.samples[1], 150))  # the first one counts
     estimates.observe(end(group.samples[1], 400, "length"))
     estimates.admit(group.samples[3])  # 400, siblings
+    assert estimates.admit(at(group.samples[2], 110)).tokens == 400  # but 100 was said first
     estimates.observe(end(group.samples[2], 200))
     estimates.observe(end(group.samples[3], 50))
     report = estimates.report()
