@@ -52,6 +52,8 @@ class IterationBias:
     """None too where fewer than nine in ten are known to end within the longest length seen."""
     num_lost: int
     """Dropped in the window, or here for longer than the window."""
+    num_cut: int
+    """Of these, those that had not ended."""
     kept_ratio: float | None
     """Mean length of what the window trained on, over that of the same with the lost ones: 1 if nothing is lost."""
     chance: float
@@ -178,7 +180,7 @@ class LengthBias:
         return self._judge(iteration, handed, sum(d.lost for d in decided))
 
     def report(self) -> dict[str, Any]:
-        """JSON-able figures of the whole run, and of the window at its end (`kept_ratio`, `num_lost`, `chance`)."""
+        """JSON-able figures of the whole run, and of the window at its end (num_lost to chance)."""
         trained, generated = self._trained.survival(), self._generated.survival()
         mean, expected = _ratio(self._trained_tokens, self._num_trained), generated.mean()
         last = self._last
@@ -195,6 +197,7 @@ class LengthBias:
             "trained_p90": trained.quantile(0.9),
             "expected_p90": generated.quantile(0.9),
             "num_lost": 0 if last is None else last.num_lost,
+            "num_cut": 0 if last is None else last.num_cut,
             "kept_ratio": None if last is None else last.kept_ratio,
             "chance": 1.0 if last is None else last.chance,
             "biased": self.biased,
@@ -224,7 +227,7 @@ class LengthBias:
         for _, exposure in self._recent:
             generated += exposure
         actual, expected = trained.survival(), generated.survival()
-        num_lost, kept_ratio, chance = self._lost(iteration)
+        num_lost, num_cut, kept_ratio, chance = self._lost(iteration)
         onset = self._is_onset(num_lost, kept_ratio, chance)
         mean = _ratio(sum(handed), len(handed))
         self._last = IterationBias(
@@ -238,6 +241,7 @@ class LengthBias:
             **_quantiles("trained", actual),
             **_quantiles("expected", expected),
             num_lost=num_lost,
+            num_cut=num_cut,
             kept_ratio=kept_ratio,
             chance=chance,
             biased=self.biased,
@@ -246,16 +250,17 @@ class LengthBias:
             self.onsets.append(iteration)
             warnings.warn(
                 LengthBiasWarning(
-                    f"iteration {iteration}: responses that were trained on have {kept_ratio:.0%} of the length they "
-                    f"would have with the {num_lost} of the last {self.window} iterations that were not (by chance at "
-                    f"most {chance:.1e}): the cut-off trains on short answers; keep unfinished work, or wait longer"
+                    f"iteration {iteration}: training sees short answers, {kept_ratio:.0%} of the mean length with the "
+                    f"{num_lost} of the last {self.window} iterations that were lost to it, {num_cut} of them cut off "
+                    f"before their end (chance of such a choice at most {chance:.1e}); keep unfinished work, or wait "
+                    "longer"
                 ),
                 stacklevel=3,
             )
         return self._last
 
-    def _lost(self, iteration: int) -> tuple[int, float | None, float]:
-        """(number lost, kept_ratio, chance) of the window."""
+    def _lost(self, iteration: int) -> tuple[int, int, float | None, float]:
+        """(num_lost, num_cut, kept_ratio, chance) of the window."""
         overdue = [
             _Decided(iteration, known.group, known.tokens, known.ended, True)
             for known in self._open.values()
@@ -263,17 +268,17 @@ class LengthBias:
         ]
         rows = [*self._decided, *overdue]
         lost = np.array([row.lost for row in rows], dtype=bool)
-        num_lost = int(lost.sum())
-        if not rows or num_lost == len(rows):  # nothing was trained on: nothing to compare
-            return num_lost, None, 1.0
+        num_lost, num_cut = int(lost.sum()), sum(not row.ended for row in rows)
+        if num_lost == len(rows):  # nothing was trained on: nothing to compare
+            return num_lost, num_cut, None, 1.0
         if not num_lost:
-            return 0, 1.0, 1.0
+            return 0, 0, 1.0, 1.0
         codes: dict[str, int] = {}
         units = np.array([codes.setdefault(row.group, len(codes)) for row in rows])
         tokens = np.array([row.tokens for row in rows])
         ended = np.array([row.ended for row in rows], dtype=bool)
         kept_ratio = _ratio(float(tokens[~lost].mean()), kaplan_meier(tokens, ended).mean())
-        return num_lost, kept_ratio, chance_of_low(rank_scores(tokens, ended), units, lost)
+        return num_lost, num_cut, kept_ratio, chance_of_low(rank_scores(tokens, ended), units, lost)
 
     def _is_onset(self, num_lost: int, kept_ratio: float | None, chance: float) -> bool:
         if kept_ratio is None or not num_lost:

@@ -117,6 +117,8 @@ def chance_of_low(scores: np.ndarray[Any, Any], units: np.ndarray[Any, Any], cho
     by Chernoff's inequality with the scores that are really there: no normal approximation, right at any size. 1.0
     where nothing, or all, is chosen.
     """
+    if chosen.all() or not chosen.any():
+        return 1.0
     size = np.bincount(units)
     count = np.bincount(units, weights=chosen).astype(np.int64)
     means = np.bincount(units, weights=scores) / np.maximum(size, 1)
@@ -128,14 +130,12 @@ def chance_of_low(scores: np.ndarray[Any, Any], units: np.ndarray[Any, Any], cho
     of_whole = means[whole]
     centred = np.concatenate([of_whole - (of_whole.mean() if of_whole.size else 0.0), (scores - means[units])[mixed]])
     taken = np.concatenate([count[whole] > 0, chosen[mixed]])
-    if not centred.size:
-        return 1.0
     _, stratum = np.unique(stratum, return_inverse=True)
     members = np.bincount(stratum)
     drawn = np.bincount(stratum, weights=taken)
     low = float(centred[taken].sum())
     best = 0.0
-    for tilt in 2.0 ** np.arange(-7.0, 6.25, 0.25):
+    for tilt in 2.0 ** np.arange(-7.0, 6.5, 0.5):
         # The sum of those drawn is minus the sum of the others: the smaller of the two bounds.
         down = drawn * np.log(np.bincount(stratum, weights=np.exp(-tilt * centred)) / members)
         up = (members - drawn) * np.log(np.bincount(stratum, weights=np.exp(tilt * centred)) / members)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -62,14 +63,15 @@ def test_pieces_make_the_whole():
 
 
 def test_censoring_is_undone():
-    """Random censoring halves the naive mean; Kaplan-Meier's stays within 5 standard errors (1e-6) of the truth."""
+    """The mean of those that ended is far too low; Kaplan-Meier's is within 5 standard errors (1e-6) of the truth."""
     rng = np.random.default_rng(3)
-    lengths, limits = rng.geometric(1 / 100, 20_000), rng.integers(1, 1_500, 20_000)
+    lengths, limits = rng.geometric(1 / 100, 20_000), rng.integers(1, 400, 20_000)
     ended = lengths <= limits
     seen = np.minimum(lengths, limits)
     mean = kaplan_meier(seen, ended).mean()
-    assert mean is not None and lengths[ended].mean() < 92
-    assert abs(mean - 100) < 5 * 100 / np.sqrt(ended.sum())
+    assert mean is not None and lengths[ended].mean() < 80
+    truth = np.minimum(rng.geometric(1 / 100, 1_000_000), 399).mean()  # nothing is seen beyond 399
+    assert abs(mean - truth) < 5 * 100 / np.sqrt(ended.sum())
 
 
 def test_rank_scores_by_hand():
@@ -110,12 +112,12 @@ def _total(scores: np.ndarray, units: np.ndarray, choice: np.ndarray) -> float:
 
 
 def test_chance_is_tight_enough():
-    """40 of 200 that are lower by a standard deviation: the bound finds it at 1e-6; the other side gives 1."""
+    """40 of 200 that are lower by a standard deviation: the bound finds it at 1e-5; the other side gives 1."""
     rng = np.random.default_rng(5)
     chosen = np.arange(200) < 40
     scores = rng.uniform(-1, 1, 200) - 0.58 * chosen
     scores -= scores.mean()
-    assert chance_of_low(scores, np.arange(200), chosen) < 1e-6
+    assert chance_of_low(scores, np.arange(200), chosen) < 1e-5
     assert chance_of_low(-scores, np.arange(200), chosen) == 1.0
     assert chance_of_low(scores, np.arange(200), np.ones(200, bool)) == 1.0
     assert chance_of_low(scores, np.arange(200), np.zeros(200, bool)) == 1.0
@@ -125,7 +127,9 @@ def test_chance_counts_prompts_not_responses():
     """Eight equal responses of a prompt are one fact: 5 unlucky prompts of 50 are no 40 unlucky responses."""
     scores = np.repeat(np.linspace(-1, 1, 50), 8)
     units, chosen = np.repeat(np.arange(50), 8), np.repeat(np.arange(50) < 5, 8)
-    assert chance_of_low(scores, units, chosen) > 1e-4 > 1e-12 > chance_of_low(scores, np.arange(400), chosen)
+    exact = 1 / math.comb(50, 5)
+    assert exact < chance_of_low(scores, units, chosen) < 1e-4
+    assert chance_of_low(scores, np.arange(400), chosen) < 1e-12 < exact
 
 
 @pytest.mark.parametrize(
