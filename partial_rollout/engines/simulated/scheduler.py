@@ -245,7 +245,7 @@ class Scheduler:
         assert self.num_decoding_tokens == sum(seq.num_tokens for seq in decoding)
         shared = self.memory.saved
         assert self.num_used == sum(seq.num_computed_tokens for seq in running) - shared
-        assert 0 <= self.num_used and self.num_free >= 0
+        assert self.num_used >= 0 and self.num_free >= 0
         self.memory.check_integrity(running)
         announced = {entry[3].order: entry[0] for entry in self._agenda if entry[2] == entry[3].stamp}
         for seq in decoding:
