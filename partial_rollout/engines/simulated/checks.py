@@ -18,15 +18,15 @@ def check_sample(sample: Sample, lengths: Lengths, config: SimulatedConfig, vers
         raise ValueError(f"{who} waits for its environment; append_observation first")
     if config.max_model_len is not None and len(sample.prompt_ids) >= config.max_model_len:
         raise ValueError(
-            f"{who}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len {config.max_model_len} leaves no "
-            "room for output; shorten the prompt or raise max_model_len"
+            f"{who}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len {config.max_model_len} leaves "
+            "no room for output; shorten the prompt or raise max_model_len"
         )
     last = sample.segments[-1].version if sample.segments else 0
     newest = max((s.version for s in sample.segments), default=0)
     if newest > version:
         raise ValueError(
-            f"{who} has tokens of version {newest}, newer than the engine's {version}; update the engine's weights first, "
-            "or give it version= if it has them"
+            f"{who} has tokens of version {newest}, newer than the engine's {version}; "
+            "update the engine's weights first, or give it version= if it has them"
         )
     length = lengths(sample)
     if not isinstance(length, Length):
@@ -49,8 +49,9 @@ def _check_memory(sample: Sample, ending: Ending, capacity: int, max_model_len: 
     longest = cap_of(sample, max_model_len) if sample.multi_turn else ending.length
     if longest is None:
         raise ValueError(f"sample {sample.id}: with kv_tokens a multi-turn sample needs max_tokens or max_model_len")
-    if len(sample.prompt_ids) + longest > capacity:
+    most = len(sample.prompt_ids) + longest
+    if most > capacity:
         raise ValueError(
-            f"sample {sample.id} gets up to {len(sample.prompt_ids) + longest} tokens, and kv_tokens {capacity} does not "
-            "hold them; raise kv_tokens or lower max_tokens"
+            f"sample {sample.id} gets up to {most} tokens, and kv_tokens {capacity} does not hold them; "
+            "raise kv_tokens or lower max_tokens"
         )
