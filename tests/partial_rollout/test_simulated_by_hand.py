@@ -33,10 +33,14 @@ def test_slots(materialise: bool) -> None:
     assert (engine.now(), out.finished, out.num_output_tokens, out.num_seqs) == (10.0, [b], 3, 1)
     assert not engine.has_work and engine.step().num_seqs == 0 and engine.now() == 10.0
     assert times(events, "admit") == [("admit", 0.0, "a"), ("admit", 0.0, "b"), ("admit", 3.0, "c")]
-    assert times(events, "first_token") == [(kind, t + 1, s) for (_, t, s) in times(events, "admit") for kind in ["first_token"]]
+    assert times(events, "first_token") == [
+        (kind, t + 1, s) for (_, t, s) in times(events, "admit") for kind in ["first_token"]
+    ]
     assert times(events, "finish") == [("finish", 3.0, "a"), ("finish", 7.0, "c"), ("finish", 10.0, "b")]
     # passes 1 (admissions), 2 and 3, 4 (an admission), 5 to 7, 8 to 10
-    assert [(e.time, e.duration, e.num_passes, e.num_seqs, e.num_output_tokens) for e in events if e.kind == "step"] == [
+    assert [
+        (e.time, e.duration, e.num_passes, e.num_seqs, e.num_output_tokens) for e in events if e.kind == "step"
+    ] == [
         (0.0, 1.0, 1, 2, 2),
         (1.0, 2.0, 2, 2, 4),
         (3.0, 1.0, 1, 2, 2),
@@ -197,7 +201,12 @@ def test_weight_updates(materialise: bool) -> None:
         ("a", 4, "weight update"),
     ]
     assert [e.sample for e in events if e.kind == "admit"] == ["a", "b", "a", "b"]
-    assert [(e.num_tokens, e.num_prefill_tokens) for e in events if e.kind == "step"] == [(6, 6), (2, 0), (10, 8), (4, 0)]
+    assert [(e.num_tokens, e.num_prefill_tokens) for e in events if e.kind == "step"] == [
+        (6, 6),
+        (2, 0),
+        (10, 8),
+        (4, 0),
+    ]
     assert engine.stats().num_recomputed_tokens == 8  # 4 each had KV
 
 
@@ -322,7 +331,11 @@ def test_a_sample_is_the_same_under_every_schedule() -> None:
     plain = run()
     for other in (run(slots=1), run(kv_tokens=60, slots=2), run(max_num_batched_tokens=3, slots=3)):
         for one, two in zip(plain, other, strict=True):
-            assert (one.output_ids, one.logprobs, one.finish_reason) == (two.output_ids, two.logprobs, two.finish_reason)
+            assert (one.output_ids, one.logprobs, one.finish_reason) == (
+                two.output_ids,
+                two.logprobs,
+                two.finish_reason,
+            )
     assert plain[0].output_ids[:25] != plain[1].output_ids
     assert len(set(plain[0].output_ids)) > 35
     assert all(0 <= token < 32_000 for token in plain[0].output_ids)

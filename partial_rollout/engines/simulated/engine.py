@@ -369,10 +369,11 @@ class SimulatedEngine:
     # -- admission and leaving ----------------------------------------------------------------------------------------
 
     def _attach(self, seq: SimulatedSequence) -> None:
-        sample, shared = seq.sample, self.scheduler.memory.shared(seq)
+        sample, shared = seq.sample, self.scheduler.memory.shared(seq, self._version)
         seq.num_cached_tokens = seq.computed = 0 if shared is None else len(shared)
         seq.num_restored_tokens, seq.refused = 0, None
         seq.kv = "recomputed" if seq.num_output_tokens else "computed"
+        seq.kv_version = self._version
         snapshot = sample.snapshot
         if snapshot is None:
             return
@@ -383,11 +384,13 @@ class SimulatedEngine:
         else:
             seq.num_restored_tokens = max(snapshot.num_tokens - seq.num_cached_tokens, 0)
             seq.computed += seq.num_restored_tokens
-            same = seq.num_restored_tokens == 0 or snapshot.version == self._version
-            seq.kv = "restored" if same else "kept"
+            if seq.num_restored_tokens:
+                seq.kv_version = snapshot.version
+            seq.kv = "restored" if seq.kv_version == self._version else "kept"
 
     def _admitted(self, seq: SimulatedSequence) -> None:
         sample = seq.sample
+        self.scheduler.memory.enter(seq, self._version)
         if seq.kv in ("restored", "kept") or seq.refused is not None:
             detail = "" if seq.refused is None else f"refused: {seq.refused}"
             start = self.now()
@@ -419,7 +422,7 @@ class SimulatedEngine:
         start, n = self.now(), seq.num_computed_tokens
         self._timing.spend(self.config.save_seconds * n)
         self._emit("save", seq, start, duration=self.now() - start, num_tokens=n)
-        return SimulatedSnapshot(n, self._version, n * self.config.bytes_per_token) if n else None
+        return SimulatedSnapshot(n, seq.kv_version, n * self.config.bytes_per_token) if n else None
 
     def _leave_slot(self, seq: SimulatedSequence, length: int) -> None:
         self.records.end(seq, length)
