@@ -126,7 +126,7 @@ class SimulatedEngine:
         if len({s.id for s in batch}) < len(batch):
             raise ValueError("samples: two samples have the same id; every sample needs its own")
         for sample, ending in zip(batch, endings, strict=True):
-            seq = SimulatedSequence(sample, self.scheduler.passes, ending, sample.num_tokens)
+            seq = SimulatedSequence(sample, self.scheduler.passes, ending, self._version, sample.num_tokens)
             seq.limit = None if limit is None else seq.num_output_tokens + limit
             self._sequences[sample.id] = seq
             if ending.emission <= seq.num_output_tokens:
@@ -254,7 +254,9 @@ class SimulatedEngine:
         for seq in list(self._used_up.values()):
             self._finish(seq, "length")
             out.finished.append(seq.sample)
-        while self._sequences:
+        if self._at_limit:  # an earlier step made them, and raised: one pass, and the caller hears of it
+            until = self.now()
+        while self._sequences and not out.finished:
             if self._new_weights:
                 self._new_weights = False
                 for seq in self.scheduler.running.values():
@@ -267,7 +269,7 @@ class SimulatedEngine:
                 self._decode(most, until, out)
             else:
                 self._mixed(out)
-            if out.finished or out.turns or self._at_limit:
+            if out.turns or self._at_limit:
                 return
             if horizon is not None and out.num_output_tokens >= horizon:
                 return
@@ -286,10 +288,9 @@ class SimulatedEngine:
     def _mixed(self, out: StepOutput) -> None:
         """One pass as the scheduler has it: decodes, chunks of prefills, admissions."""
         scheduler = self.scheduler
-        chunks = scheduler.schedule()
+        while not (chunks := scheduler.schedule()) and not scheduler.running:
+            pass  # all have given way
         n, decoded = scheduler.num_decoding, scheduler.num_decoding_tokens
-        if not n and not chunks:
-            return  # all were preempted
         prefill = sum(chunk.num_tokens for chunk in chunks)
         last = [chunk for chunk in chunks if chunk.seq.computed + chunk.num_tokens == chunk.seq.known]
         resumed = sum(bool(chunk.seq.num_output_tokens) for chunk in last)

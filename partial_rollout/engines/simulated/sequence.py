@@ -52,6 +52,8 @@ class SimulatedSequence:
     sample: Sample
     passes: Passes
     ending: Ending
+    kv_version: PolicyVersion
+    """Of the weights that made the oldest of its KV."""
     known: int
     """Known tokens; of a decoding sequence less the passes made."""
     computed: int = 0
@@ -65,8 +67,6 @@ class SimulatedSequence:
     """Of its entry in the scheduler's agenda that counts."""
     kv: KVSource = "computed"
     """Source that the next tokens' segment records."""
-    kv_version: PolicyVersion = PolicyVersion(0)
-    """Of the weights that made the oldest of its KV."""
     prompt: SharedPrompt | None = None
     """Its prompt's KV, if its group shares it."""
     leads: bool = False
