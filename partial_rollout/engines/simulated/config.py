@@ -53,8 +53,9 @@ class SimulatedConfig:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         for name in ("update_seconds", "save_seconds", "restore_seconds"):
             check_seconds(name, getattr(self, name))
-        if isinstance(self.bytes_per_token, bool) or not isinstance(self.bytes_per_token, int) or self.bytes_per_token < 0:
-            raise ValueError(f"bytes_per_token must be an integer of at least 0, not {self.bytes_per_token!r}")
+        size = self.bytes_per_token
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"bytes_per_token must be an integer of at least 0, not {size!r}")
         if self.max_num_batched_tokens < self.slots:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below slots {self.slots}: not every running "

@@ -18,8 +18,8 @@ class StepSeconds:
     """
 
     def seconds(self, num_seqs: int, query_tokens: int, context_tokens: int) -> float:
-        """Of one pass. num_seqs: sequences in it; query_tokens: rows, at least one a sequence; context_tokens: KV tokens
-        that it reads, over all sequences, those that it makes itself among them."""
+        """Of one pass. num_seqs: sequences in it; query_tokens: rows, at least one a sequence; context_tokens: KV
+        tokens that it reads, over all sequences, those that it makes itself among them."""
         raise NotImplementedError
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, num_passes: int) -> float:

@@ -11,16 +11,14 @@ what it costs grows with what happens, not with the tokens or with the sequences
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import dataclasses
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engine import EngineStats, StepOutput
+from longtail.partial_rollout.engines.simulated.checks import check_limit, check_sample
 from longtail.partial_rollout.engines.simulated.clock import VirtualClock
 from longtail.partial_rollout.engines.simulated.config import SimulatedConfig
 from longtail.partial_rollout.engines.simulated.cost import LinearCost, StepSeconds, total_context
@@ -28,33 +26,14 @@ from longtail.partial_rollout.engines.simulated.faults import Faults
 from longtail.partial_rollout.engines.simulated.memory import Memory
 from longtail.partial_rollout.engines.simulated.records import Columns, Lists, Records
 from longtail.partial_rollout.engines.simulated.scheduler import Chunk, Scheduler
-from longtail.partial_rollout.engines.simulated.script import Ending, Length, Lengths, cap_of, ending_of, to_max_tokens
+from longtail.partial_rollout.engines.simulated.script import Ending, Lengths, to_max_tokens
 from longtail.partial_rollout.engines.simulated.sequence import SimulatedSequence, SimulatedSnapshot
-from longtail.sample import OBSERVATION, FinishReason, Sample
+from longtail.partial_rollout.engines.simulated.timing import Timing
+from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
 from longtail.version import PolicyVersion
 
 COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions")
-
-
-@dataclasses.dataclass(slots=True)
-class Stretch:
-    """Passes alike that follow each other, whatever number of steps made them. Time is reckoned from their start, so
-    that it does not depend on that number."""
-
-    start: float = 0.0
-    num_seqs: int = 0
-    context: int = 0
-    """KV tokens that the first of them reads."""
-    passes: int = 0
-    """Made by the engine before the first."""
-    end: float = math.nan
-    """Of the last so far."""
-
-    def goes_on(self, num_seqs: int, context: int, passes: int, start: float) -> bool:
-        """Whether these are the next passes of it."""
-        grown = self.context + self.num_seqs * (passes - self.passes)
-        return (num_seqs, context, start) == (self.num_seqs, grown, self.end)
 
 
 class SimulatedEngine:
@@ -64,8 +43,8 @@ class SimulatedEngine:
     at `check` and at `add`); by default max_tokens. clock: shared with other engines and with what works beside them;
     None: its own. faults: what is to go wrong. Settings: `SimulatedConfig`. For one thread.
 
-    Stop strings, stop ids, ignore_eos and min_tokens mean nothing here: the script says how a sample ends. `step` events
-    stand for `num_passes` passes that are alike: their token counts are sums, `num_seqs` is that of each.
+    Stop strings, stop ids, ignore_eos and min_tokens mean nothing here: the script says how a sample ends. A `step`
+    event stands for `num_passes` passes that are alike: its token counts are their sums, `num_seqs` is that of each.
     """
 
     def __init__(
@@ -86,7 +65,6 @@ class SimulatedEngine:
         self.config = config = SimulatedConfig(**settings)
         self.name = name
         self.listener = listener
-        self.cost: StepSeconds = LinearCost() if cost is None else cost
         self.lengths = lengths
         self.clock = VirtualClock() if clock is None else clock
         self.faults = Faults() if faults is None else faults
@@ -107,8 +85,7 @@ class SimulatedEngine:
         """Of these, those at a limit that the caller has not heard of."""
         self._new_weights = False
         """Running sequences go on under other weights than those of their last token."""
-        self._at = self.clock.now()
-        self._stretch = Stretch()
+        self._timing = Timing(self.clock, LinearCost() if cost is None else cost)
         self._queue: deque[Event] = deque()
         self._counts = dict.fromkeys(COUNTS, 0)
         self.clock.join(self)
@@ -134,7 +111,7 @@ class SimulatedEngine:
 
     def now(self) -> float:
         """Where this engine stands; the clock, if that is later."""
-        return max(self._at, self.clock.now())
+        return self._timing.now()
 
     def check(self, sample: Sample) -> None:
         """Raises the ValueError with which `add` would refuse this sample."""
@@ -149,7 +126,7 @@ class SimulatedEngine:
         if len({s.id for s in batch}) < len(batch):
             raise ValueError("samples: two samples have the same id; every sample needs its own")
         for sample, ending in zip(batch, endings, strict=True):
-            seq = SimulatedSequence(sample, self.scheduler.passes, ending, sample.num_tokens)
+            seq = SimulatedSequence(sample, self.scheduler.passes, ending, self._version, sample.num_tokens)
             seq.limit = None if limit is None else seq.num_output_tokens + limit
             self._sequences[sample.id] = seq
             if ending.emission <= seq.num_output_tokens:
@@ -166,8 +143,8 @@ class SimulatedEngine:
         self.scheduler.plan(seq)
 
     def step(self, *, horizon: int | None = None, until: float | None = None) -> StepOutput:
-        """Passes until a sample finishes, ends its turn or reaches its limit, until `horizon` output tokens are made, or
-        until it is `until`: the pass that gets there is the last. One pass at least, if there is work.
+        """Passes until a sample finishes, ends its turn or reaches its limit, until `horizon` output tokens are made,
+        or until it is `until`: the pass that gets there is the last. One pass at least, if there is work.
 
         If it raises, samples keep what they had, and the next step continues from there."""
         self.faults.begin_step()
@@ -215,7 +192,7 @@ class SimulatedEngine:
             raise ValueError(f"version must be above the current {self._version}, not {version}; versions only grow")
         with self._events():
             start = self.now()
-            self._spend(self.config.update_seconds)
+            self._timing.spend(self.config.update_seconds)
             self._version = PolicyVersion(version)
             running = list(self.scheduler.running.values())
             if self.config.kv_on_update == "keep":
@@ -277,7 +254,9 @@ class SimulatedEngine:
         for seq in list(self._used_up.values()):
             self._finish(seq, "length")
             out.finished.append(seq.sample)
-        while self._sequences:
+        if self._at_limit:  # an earlier step made them, and raised: one pass, and the caller hears of it
+            until = self.now()
+        while self._sequences and not out.finished:
             if self._new_weights:
                 self._new_weights = False
                 for seq in self.scheduler.running.values():
@@ -290,7 +269,7 @@ class SimulatedEngine:
                 self._decode(most, until, out)
             else:
                 self._mixed(out)
-            if out.finished or out.turns or self._at_limit:
+            if out.turns or self._at_limit:
                 return
             if horizon is not None and out.num_output_tokens >= horizon:
                 return
@@ -300,43 +279,29 @@ class SimulatedEngine:
     def _decode(self, most: int, until: float | None, out: StepOutput) -> None:
         """Passes that are alike: `most` of them, or as many as get to `until`."""
         scheduler = self.scheduler
-        n, context, start = len(scheduler.running), scheduler.num_decoding_tokens, self.now()
-        stretch = self._stretch
-        if not stretch.goes_on(n, context, scheduler.passes.count, start):
-            stretch = self._stretch = Stretch(start, n, context, scheduler.passes.count)
-        done = scheduler.passes.count - stretch.passes
-
-        def end(count: int) -> float:
-            return stretch.start + self.cost.decode_seconds(n, stretch.context, done + count)
-
-        count = most
-        if until is not None and end(most) >= until:
-            count = bisect.bisect_left(range(1, most), until, key=end) + 1
-        self._at = stretch.end = end(count)
+        n, context = len(scheduler.running), scheduler.num_decoding_tokens
+        count, start, end = self._timing.decode(n, context, scheduler.passes.count, most, until)
         scheduler.passes.count += count
-        failures = self._settle(scheduler.due(), out)
-        span = start, stretch.end - start
-        self._passed(out, span, count, n, n * count, 0, total_context(n, context, count), n * count - failures)
+        made = n * count - self._settle(scheduler.due(), out)
+        self._passed(out, (start, end), count, n, n * count, 0, total_context(n, context, count), made)
 
     def _mixed(self, out: StepOutput) -> None:
         """One pass as the scheduler has it: decodes, chunks of prefills, admissions."""
         scheduler = self.scheduler
-        chunks = scheduler.schedule()
+        while not (chunks := scheduler.schedule()) and not scheduler.running:
+            pass  # all have given way
         n, decoded = scheduler.num_decoding, scheduler.num_decoding_tokens
-        if not n and not chunks:
-            return  # all were preempted
-        start = self.now()
         prefill = sum(chunk.num_tokens for chunk in chunks)
         last = [chunk for chunk in chunks if chunk.seq.computed + chunk.num_tokens == chunk.seq.known]
         resumed = sum(bool(chunk.seq.num_output_tokens) for chunk in last)
         context = decoded + sum(chunk.seq.computed + chunk.num_tokens for chunk in chunks)
-        self._at = end = start + self.cost.seconds(n + len(chunks), n + prefill, context)
+        span = self._timing.mixed(n + len(chunks), n + prefill, context)
         scheduler.passes.count += 1
         failed = self._settle(scheduler.due(), out)
         for chunk in chunks:
             failed += self._computed(chunk, out)
         made = n + len(last) - failed
-        self._passed(out, (start, end - start), 1, n + len(chunks), n + prefill, prefill - resumed, context, made)
+        self._passed(out, span, 1, n + len(chunks), n + prefill, prefill - resumed, context, made)
 
     def _passed(
         self,
@@ -349,21 +314,23 @@ class SimulatedEngine:
         context: int,
         made: int,
     ) -> None:
-        """span: start and duration."""
+        """span: start and end."""
+        start, end = span
         out.num_output_tokens += made
         out.num_seqs = num_seqs
         self._counts["steps"] += passes
         self._counts["output"] += made
         self._event(
             "step",
-            *span,
+            start,
+            end - start,
             num_passes=passes,
             num_seqs=num_seqs,
             num_tokens=rows,
             num_prefill_tokens=prefill,
             num_context_tokens=context,
             num_output_tokens=made,
-            model_seconds=span[1],
+            model_seconds=end - start,
         )
 
     def _computed(self, chunk: Chunk, out: StepOutput) -> int:
@@ -403,10 +370,11 @@ class SimulatedEngine:
     # -- admission and leaving ----------------------------------------------------------------------------------------
 
     def _attach(self, seq: SimulatedSequence) -> None:
-        sample, shared = seq.sample, self.scheduler.memory.shared(seq)
+        sample, shared = seq.sample, self.scheduler.memory.shared(seq, self._version)
         seq.num_cached_tokens = seq.computed = 0 if shared is None else len(shared)
         seq.num_restored_tokens, seq.refused = 0, None
         seq.kv = "recomputed" if seq.num_output_tokens else "computed"
+        seq.kv_version = self._version
         snapshot = sample.snapshot
         if snapshot is None:
             return
@@ -417,15 +385,17 @@ class SimulatedEngine:
         else:
             seq.num_restored_tokens = max(snapshot.num_tokens - seq.num_cached_tokens, 0)
             seq.computed += seq.num_restored_tokens
-            same = seq.num_restored_tokens == 0 or snapshot.version == self._version
-            seq.kv = "restored" if same else "kept"
+            if seq.num_restored_tokens:
+                seq.kv_version = snapshot.version
+            seq.kv = "restored" if seq.kv_version == self._version else "kept"
 
     def _admitted(self, seq: SimulatedSequence) -> None:
         sample = seq.sample
+        self.scheduler.memory.enter(seq, self._version)
         if seq.kv in ("restored", "kept") or seq.refused is not None:
             detail = "" if seq.refused is None else f"refused: {seq.refused}"
             start = self.now()
-            self._spend(self.config.restore_seconds * seq.num_restored_tokens)
+            self._timing.spend(self.config.restore_seconds * seq.num_restored_tokens)
             took = self.now() - start
             self._emit("restore", seq, start, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
@@ -451,16 +421,16 @@ class SimulatedEngine:
 
     def _save(self, seq: SimulatedSequence) -> SimulatedSnapshot | None:
         start, n = self.now(), seq.num_computed_tokens
-        self._spend(self.config.save_seconds * n)
+        self._timing.spend(self.config.save_seconds * n)
         self._emit("save", seq, start, duration=self.now() - start, num_tokens=n)
-        return SimulatedSnapshot(n, self._version, n * self.config.bytes_per_token) if n else None
+        return SimulatedSnapshot(n, seq.kv_version, n * self.config.bytes_per_token) if n else None
 
     def _leave_slot(self, seq: SimulatedSequence, length: int) -> None:
         self.records.end(seq, length)
         seq.sample.timings.running += self.now() - seq.admitted_at
 
     def _remove(self, seq: SimulatedSequence, length: int | None = None) -> None:
-        """Out of the engine, whether it runs or waits. length: of its output, if that is not all the engine asked for."""
+        """Out of the engine, whether it runs or waits. length: of its output, if a failure cut it."""
         if seq.sample.id in self._used_up:
             del self._used_up[seq.sample.id]
         else:
@@ -497,49 +467,9 @@ class SimulatedEngine:
         return self._sequences[sample_id]
 
     def _ending(self, sample: Sample) -> Ending:
-        """How it ends; ValueError if the engine cannot (or need not) run it."""
-        who, config = f"sample {sample.id}", self.config
         if sample.id in self._sequences:
-            raise ValueError(f"{who} is already in the engine; pause or abort it first")
-        if sample.is_done:
-            raise ValueError(f"{who} is {sample.status}; only unfinished samples can be added")
-        if sample.turn_ended:
-            raise ValueError(f"{who} waits for its environment; append_observation first")
-        if config.max_model_len is not None and len(sample.prompt_ids) >= config.max_model_len:
-            raise ValueError(
-                f"{who}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len {config.max_model_len} leaves "
-                "no room for output; shorten the prompt or raise max_model_len"
-            )
-        last = sample.segments[-1].version if sample.segments else 0
-        if last > self._version:
-            raise ValueError(
-                f"{who} has tokens of version {last}, newer than the engine's {self._version}; update the engine's "
-                "weights first, or give it version= if it has them"
-            )
-        length = self.lengths(sample)
-        if not isinstance(length, Length):
-            raise ValueError(f"{who}: lengths gave {length!r}, not a Length")
-        ending = ending_of(sample, length, config.max_model_len)
-        if ending.emission <= len(sample.output_ids) and last != OBSERVATION:
-            raise ValueError(f"{who} has already ended ({ending.kind}); it is finished, not to be resumed")
-        self._check_memory(sample, ending)
-        return ending
-
-    def _check_memory(self, sample: Sample, ending: Ending) -> None:
-        capacity = self.config.kv_tokens
-        if capacity is None:
-            return
-        longest = cap_of(sample, self.config.max_model_len) if sample.multi_turn else ending.length
-        if longest is None:
-            raise ValueError(f"sample {sample.id}: with kv_tokens a multi-turn sample needs max_tokens or max_model_len")
-        if len(sample.prompt_ids) + longest > capacity:
-            raise ValueError(
-                f"sample {sample.id} gets up to {len(sample.prompt_ids) + longest} tokens, and kv_tokens {capacity} does "
-                "not hold them; raise kv_tokens or lower max_tokens"
-            )
-
-    def _spend(self, seconds: float) -> None:
-        self._at = self.now() + seconds
+            raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
+        return check_sample(sample, self.lengths, self.config, self._version)
 
     def _event(self, kind: EventKind, time: float, duration: float = 0.0, **fields: Any) -> None:
         if self.listener is not ignore:
@@ -567,8 +497,3 @@ class SimulatedEngine:
                 failure = failure or error
         if failure is not None:
             raise failure
-
-
-def check_limit(limit: int | None) -> None:
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"limit must be at least 1 output token, or None for no limit, not {limit!r}")

@@ -1,23 +1,12 @@
 """KV memory by counting: one number for what all sequences hold, and the prompts that groups share.
 
-The KV of a group's prompt (all but its last token, which each sample computes itself) is held once, while a sample of
-the group that has computed it runs.
+The KV of a group's prompt is held once, while a sample of the group that has computed it runs.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
-from longtail.partial_rollout.engines.simulated.sequence import SimulatedSequence
-
-
-@dataclasses.dataclass(slots=True)
-class SharedPrompt:
-    ids: tuple[int, ...]
-    holders: int = 1
-
-    def __len__(self) -> int:
-        return len(self.ids) - 1
+from longtail.partial_rollout.engines.simulated.sequence import SharedPrompt, SimulatedSequence
+from longtail.version import PolicyVersion
 
 
 class Memory:
@@ -28,14 +17,13 @@ class Memory:
         self.sharing = sharing
         self.saved = 0
         """Tokens not held twice because they are shared."""
-        self.prompts: dict[str, SharedPrompt] = {}
-        """By group."""
+        self.prompts: dict[tuple[str, PolicyVersion], SharedPrompt] = {}
         self.leaders: dict[str, int] = {}
         """Sequences by group that compute its prompt."""
 
-    def shared(self, seq: SimulatedSequence) -> SharedPrompt | None:
-        """The prompt that a sequence finds computed."""
-        prompt = self.prompts.get(seq.sample.group_id)
+    def shared(self, seq: SimulatedSequence, version: PolicyVersion) -> SharedPrompt | None:
+        """The prompt that a sequence finds computed by these weights."""
+        prompt = self.prompts.get((seq.sample.group_id, version))
         if prompt is None or (prompt.ids is not seq.sample.prompt_ids and prompt.ids != seq.sample.prompt_ids):
             return None
         return prompt
@@ -44,15 +32,14 @@ class Memory:
         """Whether a sibling is computing the prompt that this one needs."""
         return seq.sample.group_id in self.leaders and seq.sample.snapshot is None
 
-    def enter(self, seq: SimulatedSequence) -> None:
-        """It has its slot, with `num_cached_tokens` of a shared prompt."""
+    def enter(self, seq: SimulatedSequence, version: PolicyVersion) -> None:
+        """It has its slot, with `num_cached_tokens` of the prompt that it found computed by these weights."""
         if not self.sharing:
             return
         if seq.num_cached_tokens:
-            prompt = self.prompts[seq.sample.group_id]
-            prompt.holders += 1
-            self.saved += len(prompt)
-            seq.shares = True
+            seq.prompt = self.prompts[seq.sample.group_id, version]
+            seq.prompt.holders += 1
+            self.saved += len(seq.prompt)
         else:
             seq.leads = True
             self.leaders[seq.sample.group_id] = self.leaders.get(seq.sample.group_id, 0) + 1
@@ -64,22 +51,21 @@ class Memory:
         if not seq.leads or seq.computed < size:
             return
         self._no_leader(seq)
-        if size and seq.sample.group_id not in self.prompts:
-            self.prompts[seq.sample.group_id] = SharedPrompt(seq.sample.prompt_ids)
-            seq.shares = True
+        key = seq.sample.group_id, seq.kv_version
+        if size and key not in self.prompts:
+            seq.prompt = self.prompts[key] = SharedPrompt(key, seq.sample.prompt_ids)
 
     def leave(self, seq: SimulatedSequence) -> None:
         """It gives back what it holds."""
         if seq.leads:
             self._no_leader(seq)
-        if seq.shares:
-            seq.shares = False
-            prompt = self.prompts[seq.sample.group_id]
+        prompt, seq.prompt = seq.prompt, None
+        if prompt is not None:
             prompt.holders -= 1
             if prompt.holders:
                 self.saved -= len(prompt)
             else:
-                del self.prompts[seq.sample.group_id]
+                del self.prompts[prompt.key]
 
     def _no_leader(self, seq: SimulatedSequence) -> None:
         seq.leads = False
@@ -89,16 +75,17 @@ class Memory:
 
     def check_integrity(self, running: list[SimulatedSequence]) -> None:
         """AssertionError unless prompts and leaders are those of the running sequences."""
-        holders: dict[str, int] = {}
+        holders: dict[tuple[str, PolicyVersion], int] = {}
         leaders: dict[str, int] = {}
         for seq in running:
             group = seq.sample.group_id
-            if seq.shares:
-                holders[group] = holders.get(group, 0) + 1
-                assert self.shared(seq) is not None and seq.num_computed_tokens >= len(self.prompts[group])
+            if seq.prompt is not None:
+                assert self.prompts[seq.prompt.key] is seq.prompt and seq.prompt.key[0] == group, seq.sample.id
+                assert seq.prompt.ids == seq.sample.prompt_ids and seq.num_computed_tokens >= len(seq.prompt)
+                holders[seq.prompt.key] = holders.get(seq.prompt.key, 0) + 1
             if seq.leads:
                 leaders[group] = leaders.get(group, 0) + 1
                 assert seq.num_computed_tokens < len(seq.sample.prompt_ids) - 1, seq.sample.id
-        assert holders == {group: prompt.holders for group, prompt in self.prompts.items()}
+        assert holders == {key: prompt.holders for key, prompt in self.prompts.items()}
         assert leaders == self.leaders
         assert self.saved == sum(len(prompt) * (prompt.holders - 1) for prompt in self.prompts.values())

@@ -59,7 +59,7 @@ class Lists:
 
 
 class Columns:
-    """output_ids, logprobs and versions of each sample are `Column`s: sequences that compute what they are asked for."""
+    """output_ids, logprobs and versions of each sample are `Column`s, which compute what they are asked for."""
 
     def __init__(self, engine: str, vocab_size: int) -> None:
         self.engine, self.vocab_size = engine, vocab_size
@@ -81,8 +81,9 @@ class Columns:
     def end(self, seq: SimulatedSequence, length: int) -> None:
         segments = seq.sample.segments
         if segments and isinstance(segments[-1], OpenSegment):
-            last = segments[-1]
-            segments[-1] = Segment(last.start, length, last.version, last.engine, last.kv)
+            last = segments.pop()
+            if last.start < length:
+                segments.append(Segment(last.start, length, last.version, last.engine, last.kv))
             for column in _columns(seq.sample):
                 column.grows_with, column.size = None, length
 

@@ -188,7 +188,6 @@ class Scheduler:
             self._admissions += 1
             self.running[seq.order] = self.prefilling[seq.order] = seq
             self._prefilled += seq.computed
-            self.memory.enter(seq)
             self.on_admit(seq)
             return Chunk(seq, count)
         return None

@@ -46,7 +46,7 @@ Lengths = Callable[[Sample], Length]
 def to_max_tokens(sample: Sample) -> Length:
     """Every sample runs to its cap. ValueError if it has none."""
     if sample.params.max_tokens is None:
-        raise ValueError(f"sample {sample.id}: max_tokens is None, so that nothing says how long it gets; give lengths=")
+        raise ValueError(f"sample {sample.id}: max_tokens is None: how long does it get? Give lengths=")
     return Length(sample.params.max_tokens, "length")
 
 

@@ -32,6 +32,19 @@ class Passes:
     count: int = 0
 
 
+@dataclasses.dataclass(slots=True)
+class SharedPrompt:
+    """The KV of a group's prompt, all but its last token, which each sample computes itself."""
+
+    key: tuple[str, PolicyVersion]
+    """Group, and weights that made it."""
+    ids: tuple[int, ...]
+    holders: int = 1
+
+    def __len__(self) -> int:
+        return len(self.ids) - 1
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class SimulatedSequence:
     """Owned by the engine; where it stands in its queues and what it holds of the KV by the scheduler."""
@@ -39,6 +52,8 @@ class SimulatedSequence:
     sample: Sample
     passes: Passes
     ending: Ending
+    kv_version: PolicyVersion
+    """Of the weights that made the oldest of its KV."""
     known: int
     """Known tokens; of a decoding sequence less the passes made."""
     computed: int = 0
@@ -52,8 +67,8 @@ class SimulatedSequence:
     """Of its entry in the scheduler's agenda that counts."""
     kv: KVSource = "computed"
     """Source that the next tokens' segment records."""
-    shares: bool = False
-    """Its prompt's KV is shared with its group."""
+    prompt: SharedPrompt | None = None
+    """Its prompt's KV, if its group shares it."""
     leads: bool = False
     """It computes a prompt that siblings wait for."""
     admitted_at: float = 0.0

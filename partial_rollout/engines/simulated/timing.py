@@ -1,0 +1,73 @@
+"""Where an engine stands in time, and what its passes add to that."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+
+from longtail.partial_rollout.engines.simulated.clock import VirtualClock
+from longtail.partial_rollout.engines.simulated.cost import StepSeconds
+
+
+@dataclasses.dataclass(slots=True)
+class Stretch:
+    """Passes alike that follow each other, whatever number of steps made them."""
+
+    start: float = 0.0
+    num_seqs: int = 0
+    context: int = 0
+    """KV tokens that the first of them reads."""
+    passes: int = 0
+    """Made by the engine before the first."""
+    end: float = math.nan
+    """Of the last so far."""
+
+    def goes_on(self, num_seqs: int, context: int, passes: int, start: float) -> bool:
+        """Whether these are the next passes of it."""
+        grown = self.context + self.num_seqs * (passes - self.passes)
+        return (num_seqs, context, start) == (self.num_seqs, grown, self.end)
+
+
+class Timing:
+    """An engine's own time, never before the clock's.
+
+    The time of a pass in a stretch is reckoned from the start of the stretch, so that not one bit of it depends on how
+    many passes a step makes.
+    """
+
+    def __init__(self, clock: VirtualClock, cost: StepSeconds) -> None:
+        self.clock, self.cost = clock, cost
+        self._at = clock.now()
+        self._stretch = Stretch()
+
+    def now(self) -> float:
+        return max(self._at, self.clock.now())
+
+    def spend(self, seconds: float) -> None:
+        self._at = self.now() + seconds
+
+    def mixed(self, num_seqs: int, query_tokens: int, context_tokens: int) -> tuple[float, float]:
+        """One pass. -> its start and end."""
+        start = self.now()
+        self._at = start + self.cost.seconds(num_seqs, query_tokens, context_tokens)
+        return start, self._at
+
+    def decode(
+        self, num_seqs: int, context_tokens: int, passes: int, most: int, until: float | None
+    ) -> tuple[int, float, float]:
+        """Passes alike, `most` of them or the fewest that get to `until`. passes: made by the engine so far.
+        -> their number, start and end."""
+        start, stretch = self.now(), self._stretch
+        if not stretch.goes_on(num_seqs, context_tokens, passes, start):
+            stretch = self._stretch = Stretch(start, num_seqs, context_tokens, passes)
+        done = passes - stretch.passes
+
+        def end(count: int) -> float:
+            return stretch.start + self.cost.decode_seconds(num_seqs, stretch.context, done + count)
+
+        count = most
+        if until is not None and end(most) >= until:
+            count = bisect.bisect_left(range(1, most), until, key=end) + 1
+        self._at = stretch.end = end(count)
+        return count, start, self._at
