@@ -3,6 +3,7 @@
     groups --< samples --< chunks        a chunk: consecutive output tokens with their log-probabilities
                     --< routing          consecutive positions with the experts that computed them (routing_rows.py)
                     --< cuts             output that was dropped again, by line of the ledger
+    removed                              samples that were taken out of their group, by line of the ledger
     deliveries                           one row for each hand-over
     ledger                               running totals, kept beside the rows that they must equal
 
@@ -142,6 +143,21 @@ class Database(SqliteFile):
                 execute(insert, (row, line, tokens))
                 self.count({line: tokens})
 
+    def remove(self, samples: Iterable[Sample], line: Line) -> None:
+        """Takes samples, saved to the last token, out of their groups. Their names stay taken, their tokens stay on the
+        line."""
+        execute = self.connection.execute
+        insert = "INSERT INTO removed VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens"
+        for sample in samples:
+            (row, lost) = execute("SELECT id, lost FROM samples WHERE name = ?", (sample.id,)).fetchone()
+            gone = execute("SELECT line, tokens FROM cuts WHERE sample_id = ?", (row,)).fetchall()
+            for name, tokens in ((line, sample.num_generated), ("failed", lost), *gone):
+                execute(insert, (sample.id, name, tokens))
+            for table in ("chunks", "routing", "cuts"):
+                execute(f"DELETE FROM {table} WHERE sample_id = ?", (row,))
+            execute("DELETE FROM samples WHERE id = ?", (row,))
+            self.count({line: sample.num_generated})
+
     def save_kv(self, records: Mapping[str, str | None]) -> None:
         """samples.snapshot, by sample."""
         changes = [(text, name) for name, text in records.items()]
@@ -169,8 +185,10 @@ class Database(SqliteFile):
                 length, line = sample.num_generated, lines[sample.id]
                 settled.append((line, sample.id))
                 (before,) = self.connection.execute("SELECT line FROM samples WHERE name = ?", (sample.id,)).fetchone()
-                tokens[before] -= length  # not pending if an interrupt came right after this had been written
-                tokens[line] += length
+                for name, n in _standing(before, length, sample.num_masked).items():
+                    tokens[name] -= n  # not pending if an interrupt came right after this had been written
+                for name, n in _standing(line, length, sample.num_masked).items():
+                    tokens[name] += n
         del tokens["pending"]  # what stands on no other line
         self.connection.executemany("UPDATE samples SET line = ?, snapshot = NULL WHERE name = ?", settled)
         self.count(tokens)
@@ -178,13 +196,13 @@ class Database(SqliteFile):
 
     def settle(self, sample_id: str, line: Line) -> bool:
         """Moves the tokens of a sample to another line. False if it is not known or still pending."""
-        query = "SELECT id, line, num_tokens - num_observed FROM samples WHERE name = ?"
+        query = "SELECT id, line, num_tokens - num_observed, num_masked FROM samples WHERE name = ?"
         found = self.connection.execute(query, (sample_id,)).fetchone()
         if found is None or found[1] == "pending":
             return False
         self.connection.execute("UPDATE samples SET line = ? WHERE id = ?", (line, found[0]))
-        self.count({found[1]: -found[2]})
-        self.count({line: found[2]})
+        self.count({name: -n for name, n in _standing(*found[1:]).items()})
+        self.count(_standing(line, *found[2:]))
         return True
 
     def write_off(self, damages: Iterable[Damage]) -> None:
@@ -241,7 +259,8 @@ class Database(SqliteFile):
         return str(rows[0][0]) if rows else None
 
     def knows(self, table: Literal["groups", "samples"], name: str) -> bool:
-        return bool(self.query(f"SELECT 1 FROM {table} WHERE name = ?", (name,)))
+        tables = (table, "removed") if table == "samples" else (table,)
+        return any(self.query(f"SELECT 1 FROM {one} WHERE name = ?", (name,)) for one in tables)
 
     def num_groups(self) -> int:
         """Ever submitted."""
@@ -266,9 +285,13 @@ class Database(SqliteFile):
     def counted(self) -> dict[str, int]:
         """Tokens that the policy wrote by line, counted from the samples."""
         with self.reading():
-            counts = dict(self.query("SELECT line, sum(num_tokens - num_observed) FROM samples GROUP BY line"))
-            gone = self.query("SELECT line, sum(tokens) FROM cuts GROUP BY line")
+            kept = "SELECT line, sum(num_tokens - num_observed), sum(num_masked) FROM samples GROUP BY line"
+            standing = [_standing(*row) for row in self.query(kept)]
+            gone = [pair for counts in standing for pair in counts.items()]
+            for table in ("cuts", "removed"):
+                gone += self.query(f"SELECT line, sum(tokens) FROM {table} GROUP BY line")
             gone += [("failed", self.query("SELECT coalesce(sum(lost), 0) FROM samples")[0][0])]
+        counts: dict[str, int] = {}
         for line, tokens in gone:
             counts[line] = counts.get(line, 0) + tokens
         return counts
@@ -400,6 +423,11 @@ class Database(SqliteFile):
             unknown = "SELECT name FROM groups WHERE delivery > ?"
             problems += [f"group {name} is in no delivery" for (name,) in self.query(unknown, (self.last_delivery(),))]
         return problems
+
+
+def _standing(line: str, tokens: int, masked: int) -> dict[str, int]:
+    """Where tokens of a sample on this line stand: those that are left out of the loss are not trained on."""
+    return {"trained": tokens - masked, "stale": masked} if line == "trained" else {line: tokens}
 
 
 def _chunk(row: int, sample: Sample, start: int) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from longtail.partial_rollout.engine import Engine
 from longtail.partial_rollout.environment import Turn
 from longtail.partial_rollout.grading import Grade
 from longtail.partial_rollout.groups import GroupRules, GroupState, is_zero_variance
-from longtail.partial_rollout.ledger import Line
+from longtail.partial_rollout.ledger import CutLine, Line
 from longtail.partial_rollout.length_estimates import LengthEstimates
 from longtail.partial_rollout.queue import SampleQueue
 from longtail.partial_rollout.repetition import RepetitionDetector
@@ -320,7 +320,7 @@ class Generation:
             self.drop(group, "zero-variance")
             self.refill()
 
-    def _remove(self, group: GroupState, samples: list[Sample], line: Line) -> None:
+    def _remove(self, group: GroupState, samples: list[Sample], line: CutLine) -> None:
         """Takes samples out of their group for good."""
         self._pause(self._in_engine(samples))
         self.store.remove(samples, line)
@@ -425,7 +425,7 @@ class Generation:
                 group.restarted_stale = True
                 self._restart(group, [sample for sample, _ in old], "stale")
 
-    def _restart(self, group: GroupState, samples: list[Sample], line: Line) -> None:
+    def _restart(self, group: GroupState, samples: list[Sample], line: CutLine) -> None:
         self._pause(self._in_engine(samples))
         self.state.ready.pop(group.id, None)
         for sample in samples:

@@ -33,6 +33,7 @@ STATE = (
     "num_observed",
     "turn_ended",
     "masked",
+    "num_masked",
     "attempts",
     "grade_failure",
 )
@@ -40,7 +41,7 @@ STATE = (
 
 
 ID_BYTES, FLOAT_BYTES = 4, 8
-BLANK_STATE = ("waiting", None, None, None, 0, "[]", None, None, None, 0.0, None, 0, 0, 0, 0, None)
+BLANK_STATE = ("waiting", None, None, None, 0, "[]", None, None, None, 0.0, None, 0, 0, 0, 0, 0, None)
 OBSERVED = 1.0
 """Stored for the log-probability of an observation's token, which has none: no log-probability is above 0. So what was
 generated can be told from what was not by a chunk alone."""
@@ -130,7 +131,7 @@ def restore(
     sample = _Stored.__new__(_Stored)
     sample.id, sample.index, seed, own_prompt, own_params, multi_turn = identity
     sample.status, sample.finish_reason, stop_reason, sample.failure, _, segments_text, *state = state
-    *timings, reward, _, _, masked, sample.attempts, sample.grade_failure = state
+    *timings, reward, _, _, masked, _, sample.attempts, sample.grade_failure = state
     sample.group_id = group_id
     sample.prompt_ids = prompt if own_prompt is None else tuple(unpack_ids(own_prompt))
     sample.params = params if own_params is None else params_of(own_params)
@@ -177,6 +178,7 @@ def state_of(sample: Sample) -> tuple[Any, ...]:
         len(sample.output_ids) - sample.num_generated,
         int(sample.turn_ended),
         sample.masked,
+        sample.num_masked,
         sample.attempts,
         _text(sample.grade_failure),
     )

@@ -49,6 +49,7 @@ CREATE TABLE samples (
     num_observed INTEGER NOT NULL DEFAULT 0,  -- of the output tokens those that an environment wrote
     turn_ended INTEGER NOT NULL DEFAULT 0,
     masked INTEGER NOT NULL DEFAULT 0,
+    num_masked INTEGER NOT NULL DEFAULT 0,    -- of the masked tokens those that the policy wrote
     attempts INTEGER NOT NULL DEFAULT 0,
     grade_failure TEXT,
     checksum INTEGER NOT NULL,  -- CRC-32 of status to grade_failure
@@ -71,6 +72,12 @@ CREATE TABLE cuts (
     line TEXT NOT NULL,         -- of the ledger
     tokens INTEGER NOT NULL,    -- written by the policy, and dropped
     PRIMARY KEY (sample_id, line)
+) WITHOUT ROWID;
+CREATE TABLE removed (
+    name TEXT NOT NULL,         -- of a sample that was taken out of its group
+    line TEXT NOT NULL,         -- of the ledger
+    tokens INTEGER NOT NULL,
+    PRIMARY KEY (name, line)
 ) WITHOUT ROWID;
 CREATE TABLE deliveries (
     number INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again, also when its row is pruned
@@ -101,6 +108,7 @@ ALTER TABLE samples ADD COLUMN multi_turn INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE samples ADD COLUMN num_observed INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE samples ADD COLUMN turn_ended INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE samples ADD COLUMN masked INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE samples ADD COLUMN num_masked INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE samples ADD COLUMN attempts INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE samples ADD COLUMN grade_failure TEXT;
 CREATE TABLE cuts (
@@ -108,6 +116,12 @@ CREATE TABLE cuts (
     line TEXT NOT NULL,
     tokens INTEGER NOT NULL,
     PRIMARY KEY (sample_id, line)
+) WITHOUT ROWID;
+CREATE TABLE removed (
+    name TEXT NOT NULL,
+    line TEXT NOT NULL,
+    tokens INTEGER NOT NULL,
+    PRIMARY KEY (name, line)
 ) WITHOUT ROWID;
 """,
     )
@@ -127,7 +141,7 @@ CREATE TABLE cuts (
                 if checksum_of(values[:5]) == of_identity:
                     of_identity = checksum_of((*values[:5], 0))
                 if checksum_of(values[5:]) == of_state:
-                    of_state = checksum_of((*values[5:], 0, 0, 0, 0, None))
+                    of_state = checksum_of((*values[5:], 0, 0, 0, 0, 0, None))
                 changes.append((of_identity, of_state, row))
             connection.executemany("UPDATE samples SET identity = ?, checksum = ? WHERE id = ?", changes)
             last = rows[-1][0]

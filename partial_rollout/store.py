@@ -212,14 +212,43 @@ class SampleStore:
             raise ValueError(f"version must be an integer of at least 0, not {version!r}")
         return self._cut(newer_parts(self._groups.values(), version), "stale")
 
-    def _cut(self, cuts: Sequence[tuple[Sample, int]], line: CutLine) -> int:
+    def remove(self, samples: Iterable[Sample], line: CutLine) -> None:
+        """Takes samples out of their open groups for good: nobody will continue them, or train on them. Their tokens
+        stay on that line of the ledger. Durable on return.
+
+        ValueError for a sample that is in an engine, or not in an open group of this store, and if a group would have
+        none left."""
+        batch = list(samples)
+        self._check_open(batch)
+        gone = {id(sample) for sample in batch}
+        for group in {id(g): g for g in (self._groups[s.group_id] for s in batch)}.values():
+            if all(id(sample) in gone for sample in group.samples):
+                raise ValueError(f"group {group.id!r} would have no samples left; discard it")
         if line not in CUT:
             raise ValueError(f"line must be one of {', '.join(CUT)}, not {line!r}")
-        changes = []
-        for sample, length in cuts:
+        with self._transaction((), leaving=batch):
+            self._database.save(batch)
+            self._database.remove(batch, line)
+        for sample in batch:
+            group = self._groups[sample.group_id]
+            group.samples = [one for one in group.samples if one is not sample]
+            self._watched.pop(sample.id, None)
+            sample.snapshot = None
+
+    def _check_open(self, samples: Iterable[Sample]) -> None:
+        for sample in samples:
             group = self._groups.get(sample.group_id)
             if group is None or not any(sample is one for one in group.samples):
                 raise ValueError(f"sample {sample.id!r} is not in an open group of the store")
+            if sample.status == "running":
+                raise ValueError(f"sample {sample.id!r} is in an engine; pause or abort it there first")
+
+    def _cut(self, cuts: Sequence[tuple[Sample, int]], line: CutLine) -> int:
+        if line not in CUT:
+            raise ValueError(f"line must be one of {', '.join(CUT)}, not {line!r}")
+        self._check_open(sample for sample, _ in cuts)
+        changes = []
+        for sample, length in cuts:
             after = copied(sample)
             after.cut(length)
             changes.append((sample, after, line))

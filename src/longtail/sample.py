@@ -135,6 +135,13 @@ class Sample:
         return self.status in ("finished", "failed")
 
     @property
+    def num_masked(self) -> int:
+        """Tokens that the policy wrote and that are left out of the loss (`masked`)."""
+        return sum(
+            min(s.end, self.masked) - s.start for s in self.segments if s.version >= 0 and s.start < self.masked
+        )
+
+    @property
     def num_generated(self) -> int:
         """Output tokens that the policy wrote: all but the observations."""
         return len(self.output_ids) - sum(len(s) for s in self.segments if s.version == OBSERVATION)
