@@ -95,6 +95,7 @@ class Rollout:
             raise
         self.listener = listener
         self.iteration = self.store.iteration
+        self.staleness = staleness
         self.length_bias = LengthBias()
         self._named = self.store.num_submitted
         self._turn = _Turn()
