@@ -323,7 +323,7 @@ def test_cancel(make: Make, environment: Scripted) -> None:
 
 
 def test_a_cancelled_sample_can_be_submitted_again(make: Make, environment: Scripted) -> None:
-    """Its new turn waits until the old call has ended, and its late first answer is not taken for the second."""
+    """Its new turn waits until the old call has ended."""
     runner = make()
     runner.submit(ask("s", step=("stubborn", 0.3)))
     assert until(lambda: ("step", "s", 0) in environment.calls)
@@ -336,6 +336,16 @@ def test_a_cancelled_sample_can_be_submitted_again(make: Make, environment: Scri
         ("reset", "s", 7),
         ("step", "s", 7),
     ]
+
+
+def test_a_late_answer_is_not_taken_for_the_next(make: Make) -> None:
+    runner = make()
+    runner.submit(ask("s", step=("give", Observation((1,)))))
+    assert until(lambda: not runner._results.empty())
+    runner.cancel(["s"])
+    runner.submit(ask("s", step=("give", Observation((2,)))))
+    assert [turn.observation for turn in runner.wait()] == [Observation((2,))]
+    assert runner.num_pending == 0 and runner.wait() == []
 
 
 def test_close_releases_and_does_not_wait(make: Make, environment: Scripted) -> None:

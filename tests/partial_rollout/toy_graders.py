@@ -44,10 +44,10 @@ def hang_in_c(_: Any) -> Any:
     return sum(itertools.repeat(0))
 
 
-def hang_with_signals_blocked(_: Any) -> float:
+def hang_with_signals_blocked(path: str | None) -> float:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    return hang(None)
+    return hang(path)
 
 
 def hang_with_child(path: str) -> float:
