@@ -7,7 +7,7 @@ same continuation, so that positions compare.
 
     keep       the newest version on older KV: what is sampled from, and recorded
     recompute  the newest version throughout: what the trainer's forward pass computes
-    policy     the older version throughout: what the updates themselves changed, and what older tokens were sampled from
+    policy     the older version throughout: what the updates changed, and what older tokens were sampled from
 
 Drift is a matter of arithmetic: it does not depend on the machine's load. `staleness_time` measures the time.
 """
@@ -27,7 +27,7 @@ from longtail.bench.machine import describe
 
 if TYPE_CHECKING:
     from longtail.bench.staleness_drift import Drift
-    from longtail.bench.staleness_replay import Context, History, Replay
+    from longtail.bench.staleness_replay import Context, History
     from longtail.bench.staleness_versions import Weights
     from longtail.partial_rollout.engines.native.engine import NativeEngine
     from longtail.sample import Group
@@ -61,7 +61,7 @@ class StalenessBenchConfig:
     train_tasks: str = "gsm_symbolic=1,chain_sum=1"
     train_groups: int = 8
     group_size: int = 4
-    train_tokens: int = 48
+    train_tokens: int = 32
     """Cap on the output of a training sample."""
     live: int = 8
     """Samples in the slots at an update; 0: times are not measured."""
@@ -251,7 +251,7 @@ class _Bench:
         for history in histories:
             kept = self._drifts(reference, self._logits(saved.pop(history)))
             base = self._drifts(reference, policy[history.made_by])  # of a mixed one: the oldest of its versions
-            row = {"series": series, "lr": rate, "history": "mixed" if history.mixed else "age"}
+            row: dict[str, Any] = {"series": series, "lr": rate, "history": "mixed" if history.mixed else "age"}
             row |= {"age": newest - history.made_by, "mean_age": history.mean_age(newest)}
             row |= {"weight_change": relative_change(probes[history.made_by], probes[newest])}
             row |= {"keep": summary(kept), "policy": summary(base), "by_distance": by_distance(kept, base)}

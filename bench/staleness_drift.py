@@ -18,6 +18,8 @@ import torch
 
 CLIP = 0.2
 """Width of PPO's trust region: ratios from 1 - CLIP to 1 + CLIP."""
+ROWS = 8
+"""Computed at once, so that what is between stays in the processor's cache."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,15 +38,15 @@ class Drift:
 @torch.inference_mode()
 def drift(p_logits: torch.Tensor, q_logits: torch.Tensor, tokens: torch.Tensor) -> Drift:
     """logits: [T, V]; tokens: int64 [T]. At temperature 1, in float64."""
-    p, q = (torch.log_softmax(logits.double(), -1) for logits in (p_logits, q_logits))
-    gap = p - q
-    at = tokens[:, None]
-    return Drift(
-        kl=(p.exp() * gap).sum(-1).numpy(),
-        chi2=(q.exp() * torch.expm1(gap).square()).sum(-1).numpy(),
-        error=-gap.gather(1, at)[:, 0].numpy(),
-        greedy=(p_logits.argmax(-1) != q_logits.argmax(-1)).numpy(),
-    )
+    kl, chi2, error = (torch.empty(len(tokens), dtype=torch.float64) for _ in range(3))
+    for rows in torch.arange(len(tokens)).split(ROWS):
+        p, q = (torch.log_softmax(logits[rows].double(), -1) for logits in (p_logits, q_logits))
+        gap = p - q
+        kl[rows] = (p.exp_() * gap).sum(-1)
+        error[rows] = -gap.gather(1, tokens[rows, None])[:, 0]
+        chi2[rows] = (q.exp_() * gap.expm1_().square_()).sum(-1)
+    greedy = p_logits.argmax(-1) != q_logits.argmax(-1)
+    return Drift(kl.numpy(), chi2.numpy(), error.numpy(), greedy.numpy())
 
 
 def summary(drifts: Sequence[Drift]) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def by_distance(drifts: Sequence[Drift], base: Sequence[Drift] | None) -> list[d
         last = 1 if first == 1 else 2 * (first - 1)
         span = slice(first - 1, last)
         kl = np.concatenate([d.kl[span] for d in drifts])
-        row = {"from": first, "to": min(last, longest), "positions": len(kl), "kl": float(kl.mean())}
+        row: dict[str, Any] = {"from": first, "to": min(last, longest), "positions": len(kl), "kl": float(kl.mean())}
         row["error_mean"] = float(np.abs(np.concatenate([d.error[span] for d in drifts])).mean())
         if base is not None:
             row["share_of_policy"] = share(float(kl.sum()), float(np.concatenate([d.kl[span] for d in base]).sum()))

@@ -96,7 +96,7 @@ def _rounding(axes: Axes, reference: Rows) -> None:
         if row["kl"] > 0:
             axes.axhline(row["kl"], color=INK, linewidth=0.8, linestyle=":")
             name = f"{row['dtype']} rounding"
-            place = {"ha": "right", "va": "bottom", "fontsize": 7.5}
+            place: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": 7.5}
             axes.annotate(
                 name, (1.0, row["kl"]), (0, 1), axes.get_yaxis_transform(), textcoords="offset points", **place
             )

@@ -40,10 +40,11 @@ def time_rows(
 ) -> list[dict[str, Any]]:
     """One row a length. engines: "recompute" and "keep"; live: samples; lengths: known tokens of each at the update;
     iteration: tokens that a sample decodes between two updates, to take shares of."""
-    return [
-        _row(engines, weights, live, length, iteration, repeats, lambda text, n=length: progress(f"{n} tokens, {text}"))
-        for length in lengths
-    ]
+    rows = []
+    for length in lengths:
+        progress(f"{length} tokens")
+        rows.append(_row(engines, weights, live, length, iteration, repeats))
+    return rows
 
 
 def _row(
@@ -53,15 +54,13 @@ def _row(
     length: int,
     iteration: tuple[int, ...],
     repeats: int,
-    progress: Callable[[str], None],
 ) -> dict[str, Any]:
     rounds: list[dict[str, dict[str, Clocked]]] = []
     for engine in engines.values():
         engine.add(_samples(engine.decoder.spec.vocab_size, live, length - 1))
         _each_one_more(engine)  # the token that makes it `length`
     for repeat in range(repeats + 1):  # the first round warms up
-        progress(f"pair {repeat} of {repeats}")
-        order = list(engines) if repeat % 2 else list(reversed(engines))
+        order = sorted(engines, reverse=repeat % 2 == 0)
         rounds.append({name: _update(engines[name], weights, name, live) for name in order})
     for engine in engines.values():
         engine.abort([s.id for s in _running(engine)])

@@ -9,7 +9,6 @@ up (at learning rate 0), since its very first step moves every weight by the who
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from longtail.bench.staleness_drift import CLIP
 from longtail.kernels.logprobs import token_logprobs
 from longtail.partial_rollout.engines.native.decoder import weights_of
 from longtail.partial_rollout.engines.native.loader import load_model
-from longtail.sample import Group
+from longtail.sample import Group, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,19 +46,21 @@ class Training:
         self.model = model.train(False)  # no dropout: the ratio of the first step is 1
         self.groups, self.rewards, self.progress = groups, rewards, progress
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
         self.start = {name: w.clone() for name, w in weights_of(model).items()}
         for i in range(WARM_UP):
             progress(f"training: warming up, {i + 1} of {WARM_UP}")
             self.step(-1 - i)
-        self.moments = copy.deepcopy(self.optimizer.state_dict())
+        self.moments = [{n: t.clone() for n, t in self.optimizer.state[p].items()} for p in self.parameters]
 
     def versions(self, rate: float, count: int) -> Iterator[Weights]:
         """Version 0 and `count` further ones at this learning rate. Each is valid until the next one is asked for."""
         with torch.no_grad():
             for name, weight in weights_of(self.model).items():
                 weight.copy_(self.start[name])
-        self.optimizer.load_state_dict(copy.deepcopy(self.moments))
+            for parameter, moments in zip(self.parameters, self.moments, strict=True):
+                for name, moment in moments.items():
+                    self.optimizer.state[parameter][name].copy_(moment)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         yield weights_of(self.model)
@@ -71,35 +72,29 @@ class Training:
     def step(self, index: int) -> float:
         """One optimiser step on one group. -> its loss. ValueError if the gradient is not finite."""
         index %= len(self.groups)
-        loss = self._loss(self.groups[index], self.rewards[index])
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        samples, rewards = self.groups[index].samples, torch.tensor(self.rewards[index])
+        advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)
+        tokens = sum(len(s.output_ids) for s in samples)
+        total = 0.0
+        for sample, advantage in zip(samples, advantages.tolist(), strict=True):  # one at a time: less memory
+            loss = self._loss(sample, advantage) / tokens
+            loss.backward()
+            total += float(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         if not torch.isfinite(norm):
             raise ValueError(f"lr: the gradient is {float(norm)}; lower the learning rate")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return total
 
-    def _loss(self, group: Group, rewards: Sequence[float]) -> torch.Tensor:
-        samples = group.samples
-        longest = max(len(s.output_ids) for s in samples)
-        ids, mask = torch.zeros(len(samples), longest, dtype=torch.long), torch.zeros(len(samples), longest)
-        before = torch.zeros(len(samples), longest)
-        for i, s in enumerate(samples):
-            n = len(s.output_ids)
-            ids[i, :n], mask[i, :n], before[i, :n] = torch.tensor(s.output_ids), 1.0, torch.tensor(s.logprobs)
-        prompt = torch.tensor(samples[0].prompt_ids).expand(len(samples), -1)
-        whole = torch.cat([prompt, ids], 1)  # padded on the right, which a causal model does not see
+    def _loss(self, sample: Sample, advantage: float) -> torch.Tensor:
+        """Sum over its output tokens."""
+        output = torch.tensor(sample.output_ids)
+        ids = torch.tensor([[*sample.prompt_ids, *sample.output_ids]])
         model: Any = self.model
-        logits = model(input_ids=whole, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].float()
-        learn = mask.bool()
-        logprobs = token_logprobs(logits[learn], ids[learn])
-        reward = torch.tensor(rewards)
-        advantage = (reward - reward.mean()) / (reward.std(correction=0) + 1e-4)
-        gain = advantage[:, None].expand_as(mask)[learn]
-        ratio = (logprobs - before[learn]).exp()
-        return -torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain).mean()
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(output) + 1).logits[0, :-1].float()
+        ratio = (token_logprobs(logits, output) - torch.tensor(sample.logprobs)).exp()
+        return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).sum()
 
 
 def checkpoints(directories: Sequence[Path]) -> Iterator[Weights]:
