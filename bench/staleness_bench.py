@@ -71,6 +71,8 @@ class StalenessBenchConfig:
     """Tokens that a sample decodes between two updates."""
     repeats: int = 3
     """Pairs of the times."""
+    kv_cache_bytes: int = 512 << 20
+    """Of an engine; all live samples and all contexts should have room at once."""
     numerics: Literal["exact", "fast"] = "exact"
     seed: int = 0
     threads: int = 2
@@ -158,6 +160,7 @@ class _Bench:
             threads=config.threads,
             max_num_seqs=slots,
             max_num_batched_tokens=max(512, slots),
+            kv_cache_bytes=config.kv_cache_bytes,
             kv_on_update=kv_on_update,
         )
 
@@ -202,6 +205,8 @@ class _Bench:
 
     def series(self) -> Iterator[tuple[str, float | None, Iterator[Weights]]]:
         """(name, learning rate, versions from 0 to the newest) of each."""
+        import numpy as np
+
         from longtail.bench.staleness_versions import Training, checkpoints
         from longtail.bench.tasks import grade
 
@@ -219,7 +224,11 @@ class _Bench:
         ]
         training = Training(self.model, groups, rewards, self.progress)
         for rate in config.rates:
-            yield f"lr {rate:g}", rate, training.versions(rate, config.newest)
+            yield (
+                f"lr {np.format_float_scientific(rate, trim='-', exp_digits=1)}",
+                rate,
+                training.versions(rate, config.newest),
+            )
 
     # -- drift --------------------------------------------------------------------------------------------------------
 

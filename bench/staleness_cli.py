@@ -29,6 +29,7 @@ def staleness(
     live: Annotated[int, typer.Option(min=0, help="Samples that recompute; 0: times are not measured")] = 8,
     lengths: Annotated[str, typer.Option(help="Known tokens of each, comma-separated")] = "128,512",
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of the times; ratios are taken pair by pair")] = 3,
+    kv_cache_mib: Annotated[int, typer.Option(min=1, help="Memory for KV: room for all of these samples")] = 512,
     seed: Annotated[int, typer.Option(help="Of tasks and samples")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
     picture: Annotated[Path | None, typer.Option(help="Write the figure to this file: png, svg or pdf")] = None,
@@ -59,6 +60,7 @@ def staleness(
         live=live,
         lengths=_numbers("lengths", lengths, int),
         repeats=repeats,
+        kv_cache_bytes=kv_cache_mib << 20,
         seed=seed,
         threads=threads,
     )

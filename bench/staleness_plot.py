@@ -27,6 +27,8 @@ def figure(result: dict[str, Any]) -> Figure:
         5.6 if result["time"] else 3.1, 2 if result["time"] else 1, columns=2 if result["time"] else 3
     )
     drift, healing, trainer = panels[:3]
+    drift.set_yscale("log")
+    trainer.set_yscale("log")
     for name, colour in colours.items():
         own = [row for row in result["drift"] if row["series"] == name]
         ages = [row for row in own if row["history"] == "age"]
@@ -41,10 +43,13 @@ def figure(result: dict[str, Any]) -> Figure:
         axes.set_xticks(ages_seen, [str(age) for age in ages_seen])
         axes.minorticks_off()
         axes.set_xlabel("age of the KV (versions)")
-    drift.set(yscale="log", ylabel="KL a token (nats)", title="a  Drift")
+    drift.set(ylabel="KL a token (nats)", title="a  Drift")
     longest = max(c["new"] for c in result["contexts"])
-    trainer.set(yscale="log", ylabel=f"effective samples lost, {longest} tokens", title="c  What a trainer loses")
+    trainer.set(ylabel="effective samples lost", title=f"c  Importance weights of {longest} tokens")
     trainer.yaxis.set_major_formatter(FuncFormatter(_percent))
+    drift.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: np.format_float_scientific(value, trim="-", exp_digits=1).replace("e+0", ""))
+    )
     healing.set_xscale("log", base=2)
     ticks = [2**i for i in range(int(np.log2(longest)) + 1)]
     healing.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -90,16 +95,15 @@ def _trainer(axes: Axes, ages: Rows, mixed: Rows, colour: str) -> None:
 
 
 def _rounding(axes: Axes, reference: Rows) -> None:
-    """How far the model's own forward pass is, of the same weights."""
+    """How far the model's own forward pass is, of the same weights: bfloat16 always, float32 where there is room."""
     low, high = axes.get_ylim()
-    for row in reference:
-        if row["kl"] > 0:
+    for row in sorted(reference, key=lambda row: -row["kl"]):
+        if row["kl"] > low / 3:
+            low, high = min(low, row["kl"] / 2), max(high, row["kl"] * 3)
             axes.axhline(row["kl"], color=INK, linewidth=0.8, linestyle=":")
-            name = f"{row['dtype']} rounding"
-            place: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": 7.5}
-            axes.annotate(
-                name, (1.0, row["kl"]), (0, 1), axes.get_yaxis_transform(), textcoords="offset points", **place
-            )
+            where = axes.get_yaxis_transform()
+            place: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 7.5}
+            axes.annotate(f"{row['dtype']} rounding", (1.0, row["kl"]), (0, 1), where, **place)
     axes.set_ylim(low, high)
 
 
@@ -113,7 +117,7 @@ def _time(axes: Axes, result: dict[str, Any]) -> None:
             color=INK,
             linewidth=1.3,
             linestyle=style,
-            label=f"{row['length']:,} known tokens",
+            label=f"of {row['length']:,} tokens",
         )
     axes.set_xscale("log", base=2)
     ticks = list(result["settings"]["iteration"])
@@ -121,8 +125,8 @@ def _time(axes: Axes, result: dict[str, Any]) -> None:
     axes.minorticks_off()
     axes.set_ylim(0, None)
     axes.yaxis.set_major_formatter(FuncFormatter(_percent))
-    axes.set(xlabel="tokens that a sample decodes between updates", ylabel="share of the time")
-    axes.set_title(f"d  Time of recompute, {result['settings']['live']} live samples")
+    axes.set(xlabel="tokens decoded between updates, each sample", ylabel="share of the time")
+    axes.set_title(f"d  Recompute of {result['settings']['live']} live samples")
     axes.legend(loc="upper right")
 
 

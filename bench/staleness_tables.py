@@ -100,12 +100,14 @@ def _time(result: dict[str, Any]) -> Table:
     iteration = [str(n) for n in settings["iteration"]]
     out = _table(
         f"Time of recompute after an update, {settings['live']} live samples; medians of pairs",
-        *("known tokens", "recompute", "keep", "decode step", "tokens not decoded", "a token / decoding one"),
-        *(f"share at {n}" for n in iteration),
+        *("tokens each", "recompute", "keep", "decode step", "in tokens", "a token"),
+        *(f"at {n}" for n in iteration),
     )
     out.caption = (
-        f"{about['cpu']}, {about['threads']} threads. Until every sample has one token more. share at n: of the time\n"
-        "in which each sample decodes n tokens. CPU: seconds of all threads, which other processes disturb less."
+        f"{about['cpu']}, {about['threads']} threads\n"
+        "From the update until every sample has one token more. In tokens: what could have been decoded in\n"
+        "the time lost. A token: its recompute against decoding one. At n: time lost, as a share, if each\n"
+        "sample decodes n tokens between two updates. CPU: seconds of all threads, other processes disturb them less."
     )
     for row in result["time"]:
         for clock in ("wall", "cpu"):
@@ -170,11 +172,13 @@ def _with_error(value: float, error: float | None) -> str:
 
 
 def _times(factor: float) -> str:
-    return f"{factor:.1f} times" if factor >= 1 else f"1/{1 / factor:.0f} of"
+    return f"{factor:.2g} times"
 
 
 def _percent(share: float | None) -> str:
     if share is None:
         return "-"
     percent = 100 * share
+    if 0 < percent < 0.01:
+        return "< 0.01 %"
     return f"{percent:.0f} %" if percent >= 10 or percent == 0 else f"{percent:.2g} %"

@@ -184,7 +184,7 @@ def test_a_run(tiny_task_model: Path) -> None:
     rows = {(r["series"], r["history"], r["age"]): r for r in result["drift"]}
     assert [key[1:] for key in rows] == [("age", 1), ("age", 3), ("mixed", 3)] * 2
     for (series, _, _), row in rows.items():
-        same = series == "lr 0"
+        same = series == "lr 0e+0"
         assert (row["weight_change"] == 0.0) == same
         for what in ("keep", "policy"):
             assert row[what]["positions"] == 27
@@ -192,7 +192,7 @@ def test_a_run(tiny_task_model: Path) -> None:
             assert row[what]["ess_run"] == 1.0 if same else 0 < row[what]["ess_run"] < 1
         assert (row["share_of_policy"] is None) == same
         assert [p["from"] for p in row["by_distance"]] == [1, 2, 3, 5, 9]
-    young, old = rows["lr 0.001", "age", 1], rows["lr 0.001", "age", 3]
+    young, old = rows["lr 1e-3", "age", 1], rows["lr 1e-3", "age", 3]
     assert young["weight_change"] < old["weight_change"] and young["policy"]["kl"] < old["policy"]["kl"]
     assert young["keep"]["kl"] < old["keep"]["kl"]
     rounding = {r["dtype"]: r["error_mean"] for r in result["reference"]}
