@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -115,8 +116,8 @@ class StalenessBenchConfig:
 
 
 def run(config: StalenessBenchConfig, progress: Progress) -> dict[str, Any]:
-    """-> {settings, machine, contexts, reference, drift, time, seconds} of plain values. Sets the threads of torch and
-    numba, which are process-wide."""
+    """-> {settings, machine, contexts, reference, drift, time, load, seconds} of plain values. load: the machine's load
+    average after the times. Sets the threads of torch and numba, which are process-wide."""
     begin = time.perf_counter()
     bench = _Bench(config, progress)
     reference = bench.reference()
@@ -132,6 +133,7 @@ def run(config: StalenessBenchConfig, progress: Progress) -> dict[str, Any]:
         "reference": reference,
         "drift": drift,
         "time": times,
+        "load": os.getloadavg()[0],
         "seconds": {"drift": drifted - begin, "time": time.perf_counter() - drifted},
     }
 

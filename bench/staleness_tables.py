@@ -146,6 +146,11 @@ def findings(result: dict[str, Any]) -> list[str]:
             f"time if there is an update every {n} tokens of a sample, "
             f"{_percent(found['share_of_iteration'][last]['p50'])} every {last}."
         )
+        if result["load"] > result["machine"]["cores"] + 1:
+            lines.append(
+                f"The machine was busy (load average {result['load']:.1f}, {result['machine']['cores']} cores): take "
+                "the times as rough. Drift does not depend on it."
+            )
     return lines
 
 
