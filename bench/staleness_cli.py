@@ -37,7 +37,7 @@ def staleness(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as the last line of stdout")] = False,
 ) -> None:
     """Keep the KV over a weight update, or compute it again? What keep costs in drift, by age and learning rate, and
-    what recompute costs in time. Three minutes and 6 GB of memory with the defaults."""
+    what recompute costs in time. Three minutes on two quiet cores and 8 GB of memory with the defaults."""
     from longtail.bench import staleness_bench, staleness_tables
     from longtail.bench.models import resolve_model
 
