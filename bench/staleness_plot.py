@@ -45,11 +45,9 @@ def figure(result: dict[str, Any]) -> Figure:
         axes.set_xlabel("age of the KV (versions)")
     drift.set(ylabel="KL a token (nats)", title="a  Drift")
     longest = max(c["new"] for c in result["contexts"])
-    trainer.set(ylabel="effective samples lost", title=f"c  Importance weights of {longest} tokens")
+    trainer.set(ylabel=f"effective samples lost, {longest} tokens", title="c  Importance weights")
     trainer.yaxis.set_major_formatter(FuncFormatter(_percent))
-    drift.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: np.format_float_scientific(value, trim="-", exp_digits=1).replace("e+0", ""))
-    )
+    drift.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _scientific(value)))
     healing.set_xscale("log", base=2)
     ticks = [2**i for i in range(int(np.log2(longest)) + 1)]
     healing.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -102,7 +100,8 @@ def _rounding(axes: Axes, reference: Rows) -> None:
             low, high = min(low, row["kl"] / 2), max(high, row["kl"] * 3)
             axes.axhline(row["kl"], color=INK, linewidth=0.8, linestyle=":")
             where = axes.get_yaxis_transform()
-            place: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 7.5}
+            place: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 7}
+            place["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
             axes.annotate(f"{row['dtype']} rounding", (1.0, row["kl"]), (0, 1), where, **place)
     axes.set_ylim(low, high)
 
@@ -152,6 +151,10 @@ def _finding(result: dict[str, Any]) -> str:
     low, high = (_percent(value, None) for value in (min(shares), max(shares)))
     between = low if low == high else f"{low} to {high}"
     return f"KV {oldest} versions old moves the policy by {between} of what the updates did"
+
+
+def _scientific(value: float) -> str:
+    return np.format_float_scientific(value, precision=1, trim="-", exp_digits=1).replace("e+0", "")
 
 
 def _percent(value: float, _: Any) -> str:

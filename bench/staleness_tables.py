@@ -133,8 +133,8 @@ def findings(result: dict[str, Any]) -> list[str]:
         against = "" if times is None else f", {_times(times)} what bfloat16 does to the same weights"
         lines.append(
             f"{row['series']}: KV {versions} old is off by {keep['error_mean']:.1e} nats a token{against}; it is "
-            f"{_percent(row['share_of_policy'])} of the change of the policy (KL), and leaves "
-            f"{_percent(keep['ess_run'])} effective samples of a continuation."
+            f"{_percent(row['share_of_policy'])} of the change of the policy (KL), and "
+            f"costs {_percent(1 - keep['ess_run'])} of the effective samples of a continuation."
         )
     if result["time"]:
         row = result["time"][-1]
