@@ -12,7 +12,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib
 import numpy as np
@@ -25,6 +25,7 @@ from matplotlib.ticker import MaxNLocator
 
 from longtail.bench import analysis
 
+Data = TypeVar("Data")
 INK, PAPER = "#1b1c1d", "#fefdfc"
 """Text and lines, background and gaps. `svg` swaps both for the page's own colours, so nothing else may use them."""
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
@@ -68,11 +69,11 @@ _STYLE: Any = {
 }
 
 
-def _styled(draw: Callable[[pd.DataFrame], Figure]) -> Callable[[pd.DataFrame], Figure]:
+def _styled(draw: Callable[[Data], Figure]) -> Callable[[Data], Figure]:
     @functools.wraps(draw)
-    def styled(df: pd.DataFrame) -> Figure:
+    def styled(data: Data) -> Figure:
         with matplotlib.rc_context(_STYLE):
-            return draw(df)
+            return draw(data)
 
     return styled
 
