@@ -145,6 +145,29 @@ def gc(
         database.close()
 
 
+@app.command()
+def rewind(
+    directory: Directory,
+    version: Annotated[int, typer.Option(min=0, help="Policy version of the weights that the trainer goes on from")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be dropped")] = False,
+) -> None:
+    """Drop the tokens of open samples that policies newer than --version made: for a trainer that fell back to an older
+    checkpoint. On the ledger they are stale. What was handed over stays. Not while a run has the store open."""
+    from longtail.partial_rollout.store import SampleStore, newer_parts
+
+    with _reading(directory) as database:
+        parts = newer_parts(database.open_groups()[0], version)
+    if dry_run:
+        tokens = sum(sample.cut(first) for sample, first in parts)  # of copies, read for this
+        _print(f"would drop {tokens:,} tokens of {len(parts):,} samples, made by policies newer than {version}")
+        return
+    with SampleStore(directory) as store:
+        for damage in store.damages:
+            print(damage)
+        tokens = store.rewind_to(version)
+    _print(f"dropped {tokens:,} tokens of {len(parts):,} samples, made by policies newer than {version}")
+
+
 def ledger_table(ledger: dict[str, int]) -> Table:
     from longtail.partial_rollout.ledger import BESIDE
 

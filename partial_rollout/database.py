@@ -2,6 +2,7 @@
 
     groups --< samples --< chunks        a chunk: consecutive output tokens with their log-probabilities
                     --< routing          consecutive positions with the experts that computed them (routing_rows.py)
+                    --< cuts             output that was dropped again, by line of the ledger
     deliveries                           one row for each hand-over
     ledger                               running totals, kept beside the rows that they must equal
 
@@ -16,7 +17,7 @@ import gc
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +33,8 @@ from longtail.partial_rollout.records import (
     checksum_of,
     checksum_of_bytes,
     identity_of,
-    pack_floats,
     pack_ids,
+    pack_logprobs,
     params_json,
     params_of,
     restore,
@@ -41,83 +42,17 @@ from longtail.partial_rollout.records import (
     task_json,
     unpack_ids,
 )
+from longtail.partial_rollout.schema import APPLICATION, MIGRATIONS, SCHEMA_VERSION, create
 from longtail.partial_rollout.sqlite_file import Schema, SqliteFile
 from longtail.sample import Group, Sample
 from longtail.sampling_params import SamplingParams
 
-SCHEMA_VERSION = 2
-APPLICATION = 0x6C746C73  # "ltls"
 PRUNABLE = "(delivery = 0 OR delivery IN (SELECT number FROM deliveries WHERE number <= ?))"
 CHECK_AT_ONCE = 1000
 """Groups in memory at once during a check."""
+INSERT_CHUNK = "INSERT INTO chunks VALUES (?, ?, ?, ?, ?)"
+UPDATE_STATE = f"UPDATE samples SET {', '.join(f'{column} = ?' for column in (*STATE, 'checksum'))} WHERE id = ?"
 UNREADABLE: tuple[tuple[int, ...], SamplingParams, bool] = ((), SamplingParams(), False)
-
-TABLES = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE groups (
-    id INTEGER PRIMARY KEY,     -- in order of submission
-    name TEXT NOT NULL UNIQUE,
-    prompt BLOB NOT NULL,       -- int32
-    params TEXT NOT NULL,       -- JSON
-    task TEXT NOT NULL,         -- JSON
-    checksum INTEGER NOT NULL,  -- CRC-32 of the four above
-    delivery INTEGER            -- NULL: not handed over; 0: thrown away; -1: thrown away and forgotten
-);
-CREATE INDEX groups_by_delivery ON groups (delivery);
-CREATE TABLE samples (
-    id INTEGER PRIMARY KEY,
-    name TEXT NOT NULL UNIQUE,
-    group_id INTEGER NOT NULL REFERENCES groups (id),
-    position INTEGER NOT NULL,  -- in the group
-    seed INTEGER NOT NULL,      -- as a signed number
-    prompt BLOB,                -- NULL: the group's
-    params TEXT,                -- NULL: the group's
-    identity INTEGER NOT NULL,  -- CRC-32 of name, position, seed, prompt, params
-    status TEXT NOT NULL,
-    finish_reason TEXT,
-    stop_reason TEXT,           -- JSON
-    failure TEXT,
-    num_tokens INTEGER NOT NULL,
-    segments TEXT NOT NULL,     -- JSON: [start, end, version, engine, kv] each
-    submitted REAL,             -- these four: seconds on the clock of the process that ran it
-    first_token REAL,
-    finished REAL,
-    running REAL NOT NULL,
-    reward,                     -- a number; "nan" and "-0.0" as text, which SQLite would change
-    checksum INTEGER NOT NULL,  -- CRC-32 of status to reward
-    lost INTEGER NOT NULL DEFAULT 0,  -- tokens that were found damaged: on the ledger they failed
-    snapshot TEXT,              -- JSON: checksum and record of its saved KV (saved_kv.py), NULL: none
-    line TEXT NOT NULL          -- of the ledger
-);
-CREATE INDEX samples_by_group ON samples (group_id);
-CREATE INDEX samples_with_kv ON samples (name) WHERE snapshot IS NOT NULL;
-CREATE TABLE chunks (
-    sample_id INTEGER NOT NULL REFERENCES samples (id),
-    start INTEGER NOT NULL,     -- output position of the first token
-    tokens BLOB NOT NULL,       -- int32
-    logprobs BLOB NOT NULL,     -- float64
-    checksum INTEGER NOT NULL,  -- CRC-32 of both
-    PRIMARY KEY (sample_id, start)
-);
-CREATE TABLE deliveries (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again, also when its row is pruned
-    iteration INTEGER NOT NULL,
-    time REAL NOT NULL
-);
-CREATE TABLE ledger (name TEXT PRIMARY KEY, tokens INTEGER NOT NULL) WITHOUT ROWID;
-"""
-
-MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: routing_rows.create}
-"""What brings a store of schema version n to n + 1, inside a transaction."""
-
-
-def _create(connection: sqlite3.Connection) -> None:
-    for statement in TABLES.split(";\n"):
-        connection.execute(statement)
-    routing_rows.create(connection)
-    connection.execute("INSERT INTO meta VALUES ('created', ?)", (str(time.time()),))
-    names = ["generated", *LINES, *BESIDE]
-    connection.executemany("INSERT INTO ledger VALUES (?, 0)", [(name,) for name in names])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +71,7 @@ class Database(SqliteFile):
     """The tables. Every method that writes is called inside a `transaction`; what it changes in memory is nothing."""
 
     def __init__(self, directory: Path | None, *, read_only: bool = False) -> None:
-        super().__init__(directory, Schema(SCHEMA_VERSION, APPLICATION, _create, MIGRATIONS), read_only=read_only)
+        super().__init__(directory, Schema(SCHEMA_VERSION, APPLICATION, create, MIGRATIONS), read_only=read_only)
 
     # -- writing, inside a transaction ---------------------------------------------------------------------------------
 
@@ -153,7 +88,7 @@ class Database(SqliteFile):
             )
             group_rows.append((group_id, *record, checksum_of(record)))
             for sample in group.samples:
-                identity = identity_of(sample, prompt, params) if keep else (sample.id, sample.index, 0, None, None)
+                identity = identity_of(sample, prompt, params) if keep else (sample.id, sample.index, 0, None, None, 0)
                 sample_rows.append((group_id, *identity, checksum_of(identity), *BLANK_STATE, blank))
         self.connection.executemany(
             "INSERT INTO groups (id, name, prompt, params, task, checksum) VALUES (?, ?, ?, ?, ?, ?)", group_rows
@@ -165,15 +100,15 @@ class Database(SqliteFile):
         )
 
     def save(self, samples: Iterable[Sample]) -> None:
-        """What they have gained since they were saved last, on the ledger too. A sample that is done becomes one
-        chunk."""
-        find = "SELECT id, num_tokens FROM samples WHERE name = ?"
+        """What they have gained since they were saved last, on the ledger too: observations are not generated. A sample
+        that is done becomes one chunk."""
+        find = "SELECT id, num_tokens, num_observed FROM samples WHERE name = ?"
         rows, chunks, whole, routed, gained = [], [], [], [], 0
         for sample in samples:
-            row, saved = self.connection.execute(find, (sample.id,)).fetchone()
+            row, saved, observed = self.connection.execute(find, (sample.id,)).fetchone()
             length = len(sample.output_ids)
             assert length >= saved, f"sample {sample.id} has lost tokens: {length} of {saved}"
-            gained += length - saved
+            gained += sample.num_generated - (saved - observed)
             state = state_of(sample)
             rows.append((*state, checksum_of(state), row))
             if length == saved or self.directory is None:
@@ -181,15 +116,31 @@ class Database(SqliteFile):
             if saved and sample.is_done:
                 whole.append((row,))
                 saved = 0
-            tokens, logprobs = pack_ids(sample.output_ids[saved:]), pack_floats(sample.logprobs[saved:])
-            chunks.append((row, saved, tokens, logprobs, checksum_of_bytes(tokens, logprobs)))
+            chunks.append(_chunk(row, sample, saved))
             routed.append((row, sample, saved == 0))
         self.connection.executemany("DELETE FROM chunks WHERE sample_id = ?", whole)
-        self.connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?)", chunks)
+        self.connection.executemany(INSERT_CHUNK, chunks)
         routing_rows.save(self.connection, routed)
-        settings = ", ".join(f"{column} = ?" for column in (*STATE, "checksum"))
-        self.connection.executemany(f"UPDATE samples SET {settings} WHERE id = ?", rows)
+        self.connection.executemany(UPDATE_STATE, rows)
         self.count({"generated": gained})
+
+    def cut(self, cuts: Iterable[tuple[Sample, Sample, Line]]) -> None:
+        """Samples whose output is dropped from some position on: as they are, saved to the last token, as they will be,
+        and the line on which the tokens stay that the policy had written. Their saved KV is the caller's to forget."""
+        execute = self.connection.execute
+        insert = "INSERT INTO cuts VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens"
+        for before, after, line in cuts:
+            (row,) = execute("SELECT id FROM samples WHERE name = ?", (before.id,)).fetchone()
+            for table in ("chunks", "routing"):
+                execute(f"DELETE FROM {table} WHERE sample_id = ?", (row,))
+            if after.output_ids and self.directory is not None:
+                execute(INSERT_CHUNK, _chunk(row, after, 0))
+                routing_rows.save(self.connection, [(row, after, True)])
+            state = state_of(after)
+            execute(UPDATE_STATE, (*state, checksum_of(state), row))
+            if tokens := before.num_generated - after.num_generated:
+                execute(insert, (row, line, tokens))
+                self.count({line: tokens})
 
     def save_kv(self, records: Mapping[str, str | None]) -> None:
         """samples.snapshot, by sample."""
@@ -215,7 +166,7 @@ class Database(SqliteFile):
         settled, tokens = [], dict.fromkeys(("pending", *LINES), 0)
         for group in groups:
             for sample in group.samples:
-                length, line = len(sample.output_ids), lines[sample.id]
+                length, line = sample.num_generated, lines[sample.id]
                 settled.append((line, sample.id))
                 (before,) = self.connection.execute("SELECT line FROM samples WHERE name = ?", (sample.id,)).fetchone()
                 tokens[before] -= length  # not pending if an interrupt came right after this had been written
@@ -227,7 +178,7 @@ class Database(SqliteFile):
 
     def settle(self, sample_id: str, line: Line) -> bool:
         """Moves the tokens of a sample to another line. False if it is not known or still pending."""
-        query = "SELECT id, line, num_tokens FROM samples WHERE name = ?"
+        query = "SELECT id, line, num_tokens - num_observed FROM samples WHERE name = ?"
         found = self.connection.execute(query, (sample_id,)).fetchone()
         if found is None or found[1] == "pending":
             return False
@@ -243,9 +194,9 @@ class Database(SqliteFile):
             sample, row = damage.sample, damage.row
             execute("DELETE FROM chunks WHERE sample_id = ?", (row,))
             execute("DELETE FROM routing WHERE sample_id = ?", (row,))
-            settings = "lost = lost + ?, num_tokens = 0, snapshot = NULL"
+            settings = "lost = lost + ?, num_tokens = 0, num_observed = 0, snapshot = NULL"
             execute(f"UPDATE samples SET {settings} WHERE id = ?", (damage.lost, row))
-            self.count({"failed": damage.lost, "generated": -len(sample.output_ids)})  # `save` counts these again
+            self.count({"failed": damage.lost, "generated": -sample.num_generated})  # `save` counts these again
             if not sample.prompt_ids:  # what cannot be read is emptied, so that the rest of the row can be
                 self._empty_group(row)
                 identity = identity_of(sample, (), sample.params)
@@ -303,7 +254,7 @@ class Database(SqliteFile):
         return int(self.meta("pruned") or 0)
 
     def prunable(self, last: int) -> tuple[int, int]:
-        """Groups that `prune` would empty, and their tokens."""
+        """Groups that `prune` would empty, and their output tokens."""
         query = "SELECT count(DISTINCT g.id), coalesce(sum(s.num_tokens), 0) FROM groups g JOIN samples s"
         groups, tokens = self.query(f"{query} ON s.group_id = g.id WHERE {PRUNABLE}", (last,))[0]
         return groups, tokens
@@ -313,16 +264,19 @@ class Database(SqliteFile):
         return Ledger(tokens["generated"], {line: tokens[line] for line in LINES}, {b: tokens[b] for b in BESIDE})
 
     def counted(self) -> dict[str, int]:
-        """Tokens by line, counted from the samples."""
+        """Tokens that the policy wrote by line, counted from the samples."""
         with self.reading():
-            counts = dict(self.query("SELECT line, sum(num_tokens) FROM samples GROUP BY line"))
-            lost = self.query("SELECT coalesce(sum(lost), 0) FROM samples")[0][0]
-        return counts | {"failed": counts.get("failed", 0) + lost}
+            counts = dict(self.query("SELECT line, sum(num_tokens - num_observed) FROM samples GROUP BY line"))
+            gone = self.query("SELECT line, sum(tokens) FROM cuts GROUP BY line")
+            gone += [("failed", self.query("SELECT coalesce(sum(lost), 0) FROM samples")[0][0])]
+        for line, tokens in gone:
+            counts[line] = counts.get(line, 0) + tokens
+        return counts
 
-    def num_saved(self) -> dict[str, int]:
-        """Output tokens of every sample of an open group, by name."""
-        query = "SELECT s.name, s.num_tokens FROM groups g JOIN samples s ON s.group_id = g.id WHERE g.delivery IS NULL"
-        return dict(self.query(query))
+    def num_saved(self) -> dict[str, tuple[int, int]]:
+        """Output tokens of every sample of an open group, and those of them that are observations, by name."""
+        query = "SELECT s.name, s.num_tokens, s.num_observed FROM groups g JOIN samples s ON s.group_id = g.id"
+        return {name: (n, observed) for name, n, observed in self.query(f"{query} WHERE g.delivery IS NULL")}
 
     def saved_kv(self) -> dict[str, bytes]:
         """samples.snapshot by sample, of those that have any; as bytes, for it may be damaged."""
@@ -446,6 +400,12 @@ class Database(SqliteFile):
             unknown = "SELECT name FROM groups WHERE delivery > ?"
             problems += [f"group {name} is in no delivery" for (name,) in self.query(unknown, (self.last_delivery(),))]
         return problems
+
+
+def _chunk(row: int, sample: Sample, start: int) -> tuple[Any, ...]:
+    """A row of `chunks`: the output from position `start` on."""
+    tokens, logprobs = pack_ids(sample.output_ids[start:]), pack_logprobs(sample, start)
+    return row, start, tokens, logprobs, checksum_of_bytes(tokens, logprobs)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,11 @@
 
     generated = pending + trained + stale + aborted + surplus + zero-variance + repetition + failed
 
-A token is *pending* from the moment it is made until its group is handed over or thrown away; then it is *settled*:
-trained, or wasted for a named reason. A trainer that drops a group that was handed over settles it again
-(`SampleStore.settle`), which moves its tokens from one line to another. Work that made no token is counted beside:
-tokens whose KV was computed again or restored, and drafts that were rejected.
+A token is *pending* from the moment the policy wrote it until its group is handed over or thrown away, or until it is
+cut off its sample (`SampleStore.cut`); then it is *settled*: trained, or wasted for a named reason. A trainer that
+drops a group that was handed over settles it again (`SampleStore.settle`), which moves its tokens from one line to
+another. Observations are not generated, and stand nowhere. Work that made no token is counted beside: tokens whose KV
+was computed again or restored, and drafts that were rejected.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from longtail.sample import Sample
 Line = Literal["trained", "stale", "aborted", "surplus", "zero-variance", "repetition", "failed"]
 LINES: tuple[Line, ...] = get_args(Line)
 WASTED = LINES[1:]
+
+CutLine = Literal["stale", "aborted", "surplus", "failed"]
+CUT: tuple[CutLine, ...] = get_args(CutLine)
+"""Why output of a sample that goes on can be dropped."""
 
 Beside = Literal["recomputed", "restored", "rejected-drafts"]
 BESIDE: tuple[Beside, ...] = get_args(Beside)

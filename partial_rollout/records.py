@@ -3,6 +3,7 @@ is pickled. Every row that a continuation or a trainer rests on carries a CRC-32
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -11,11 +12,11 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longtail.sample import Group, Sample, Segment, Timings
+from longtail.sample import OBSERVATION, Group, Sample, Segment, Timings, last_whole
 from longtail.sampling_params import SamplingParams
 from longtail.version import PolicyVersion
 
-IDENTITY = ("name", "position", "seed", "prompt", "params")
+IDENTITY = ("name", "position", "seed", "prompt", "params", "multi_turn")
 """Columns of a sample that never change."""
 STATE = (
     "status",
@@ -29,12 +30,20 @@ STATE = (
     "finished",
     "running",
     "reward",
+    "num_observed",
+    "turn_ended",
+    "masked",
+    "attempts",
+    "grade_failure",
 )
 """Columns of a sample that change while it is made."""
 
 
 ID_BYTES, FLOAT_BYTES = 4, 8
-BLANK_STATE = ("waiting", None, None, None, 0, "[]", None, None, None, 0.0, None)
+BLANK_STATE = ("waiting", None, None, None, 0, "[]", None, None, None, 0.0, None, 0, 0, 0, 0, None)
+OBSERVED = 1.0
+"""Stored for the log-probability of an observation's token, which has none: no log-probability is above 0. So what was
+generated can be told from what was not by a chunk alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +54,7 @@ class Damage:
     """As it goes on."""
     row: int
     lost: int
-    """Output tokens that are gone. The sample makes them again if it can."""
+    """Output tokens that are gone, without observations. The sample makes them again if it can."""
     found: str
     done: str
     """What this means for the sample."""
@@ -63,12 +72,16 @@ class _Stored(Sample):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         tokens, logprobs, text = self._packed
         ids = unpack_ids(tokens)
+        floats = unpack_floats(logprobs)
         segments, versions = [], []
-        for start, end, version, engine, kv in json.loads(text):
-            if start < (end := min(end, len(ids))):  # segments end where the readable output ends
-                segments.append(Segment(start, end, PolicyVersion(version), engine, kv))
-                versions += [PolicyVersion(version)] * (end - start)
-        unpacked = {"output_ids": ids, "logprobs": unpack_floats(logprobs), "versions": versions, "segments": segments}
+        for segment in _segments_of(text):
+            segment.end = min(segment.end, len(ids))  # segments end where the readable output ends
+            if segment.start < segment.end:
+                segments.append(segment)
+                versions += [segment.version] * len(segment)
+                if segment.version == OBSERVATION:
+                    floats[segment.start : segment.end] = [0.0] * len(segment)
+        unpacked = {"output_ids": ids, "logprobs": floats, "versions": versions, "segments": segments}
         for field, value in unpacked.items():
             try:
                 object.__getattribute__(self, field)  # set by somebody
@@ -95,35 +108,42 @@ def restore(
     identity, state = record[: len(IDENTITY)], record[len(IDENTITY) :]
     who, kept, lost = f"sample {identity[0]}", len(output[0]) // ID_BYTES, 0
     damage: tuple[str, str] | None = None
+    turn_ended = bool(state[STATE.index("turn_ended")])
     if not readable[1]:
-        lost, kept = kept, 0
-        state, output = BLANK_STATE, (b"", b"")
+        lost, kept = _generated(output[1]), 0
+        state, output, turn_ended = BLANK_STATE, (b"", b""), False
         damage = f"{who}: its record is damaged", "it starts again"
     elif kept != state[4]:
-        kept = min(kept, state[4])
-        lost = state[4] - kept
+        readable_tokens = min(kept, state[4])
+        segments = _segments_of(state[5])
+        kept, turn_ended = last_whole(segments, readable_tokens)
+        lost = sum(s.end - max(s.start, kept) for s in segments if s.end > kept and s.version != OBSERVATION)
         output = output[0][: kept * ID_BYTES], output[1][: kept * FLOAT_BYTES]
-        damage = f"{who}: output tokens {kept} to {state[4] - 1} are damaged", f"it continues from token {kept}"
+        damage = (
+            f"{who}: output tokens {readable_tokens} to {state[4] - 1} are damaged",
+            f"it continues from token {kept}",
+        )
     if not readable[0]:
-        identity = (*identity[:2], 0, None, None)
+        identity = (*identity[:2], 0, None, None, False)
         prompt, params = (), SamplingParams()
         damage = f"{who}: its prompt or its parameters are damaged", "it cannot go on, and counts as failed"
     sample = _Stored.__new__(_Stored)
-    sample.id, sample.index, seed, own_prompt, own_params = identity
-    sample.status, sample.finish_reason, stop_reason, sample.failure, _, segments, *timings, reward = state
+    sample.id, sample.index, seed, own_prompt, own_params, multi_turn = identity
+    sample.status, sample.finish_reason, stop_reason, sample.failure, _, segments_text, *state = state
+    *timings, reward, _, _, masked, sample.attempts, sample.grade_failure = state
     sample.group_id = group_id
     sample.prompt_ids = prompt if own_prompt is None else tuple(unpack_ids(own_prompt))
     sample.params = params if own_params is None else params_of(own_params)
     sample.seed = seed % 2**64
     sample.stop_reason = None if stop_reason is None else json.loads(stop_reason)
-    sample._packed = (*output, segments)
+    sample._packed = (*output, segments_text)
     sample.timings = Timings(*timings)
     sample.reward = None if reward is None else float(reward)
-    sample.snapshot = sample.routed_experts = sample.grade_failure = None
-    sample.multi_turn = sample.turn_ended = False
-    sample.masked = sample.attempts = 0
+    sample.multi_turn, sample.turn_ended, sample.masked = bool(multi_turn), turn_ended, min(masked, kept)
+    sample.snapshot = sample.routed_experts = None
     if damage is not None:  # from the tokens that are left it goes on to the same end: they are all its state
         sample.finish_reason = sample.stop_reason = sample.failure = sample.timings.finished = None
+        sample.reward = sample.grade_failure = None
     if damage is not None or not sample.is_done:  # nobody runs it now
         sample.status = "paused" if kept else "waiting"
     if not readable[0]:
@@ -136,7 +156,7 @@ def identity_of(sample: Sample, prompt: tuple[int, ...], params: SamplingParams)
     """Values of IDENTITY. prompt, params: the group's; what is the same there is None."""
     own_prompt = None if same(sample.prompt_ids, prompt) else pack_ids(sample.prompt_ids)
     own_params = None if same(sample.params, params) else params_json(sample.params)
-    return sample.id, sample.index, signed(sample.seed), own_prompt, own_params
+    return sample.id, sample.index, signed(sample.seed), own_prompt, own_params, int(sample.multi_turn)
 
 
 def state_of(sample: Sample) -> tuple[Any, ...]:
@@ -146,7 +166,7 @@ def state_of(sample: Sample) -> tuple[Any, ...]:
         sample.status,
         sample.finish_reason,
         None if sample.stop_reason is None else json.dumps(sample.stop_reason),
-        None if sample.failure is None else sample.failure.encode(errors="backslashreplace").decode(),
+        _text(sample.failure),
         len(sample.output_ids),
         _segments_json(sample.segments),
         t.submitted,
@@ -154,7 +174,28 @@ def state_of(sample: Sample) -> tuple[Any, ...]:
         t.finished,
         t.running,
         None if sample.reward is None else _storable(float(sample.reward)),
+        len(sample.output_ids) - sample.num_generated,
+        int(sample.turn_ended),
+        sample.masked,
+        sample.attempts,
+        _text(sample.grade_failure),
     )
+
+
+def _text(value: str | None) -> str | None:
+    """Without what is no text (lone surrogates), which SQLite would not take."""
+    return None if value is None else value.encode(errors="backslashreplace").decode()
+
+
+def copied(sample: Sample) -> Sample:
+    """With lists, segments and timings of its own."""
+    sample.output_ids  # noqa: B018  (unpacks a stored one)
+    one = copy.copy(sample)
+    one.output_ids, one.logprobs, one.versions = [*sample.output_ids], [*sample.logprobs], [*sample.versions]
+    one.segments = [dataclasses.replace(segment) for segment in sample.segments]
+    one.timings = dataclasses.replace(sample.timings)
+    one.routed_experts = copy.deepcopy(sample.routed_experts)
+    return one
 
 
 def checksum_of(values: Sequence[Any]) -> int:
@@ -179,6 +220,21 @@ def unpack_ids(data: bytes) -> list[int]:
 
 def pack_floats(values: Sequence[float]) -> bytes:
     return array("d", values).tobytes()
+
+
+def pack_logprobs(sample: Sample, start: int) -> bytes:
+    """From output position `start` on."""
+    values = sample.logprobs[start:]
+    for segment in sample.segments:
+        if segment.version == OBSERVATION and segment.end > start:
+            first = max(segment.start - start, 0)
+            values[first : segment.end - start] = [OBSERVED] * (segment.end - start - first)
+    return pack_floats(values)
+
+
+def _generated(logprobs: bytes) -> int:
+    """How many of these the policy wrote."""
+    return sum(value != OBSERVED for value in unpack_floats(logprobs))
 
 
 def unpack_floats(data: bytes) -> list[float]:
@@ -228,6 +284,10 @@ def _check_keys(value: Any) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _check_keys(item)
+
+
+def _segments_of(text: str) -> list[Segment]:
+    return [Segment(start, end, PolicyVersion(v), engine, kv) for start, end, v, engine, kv in json.loads(text)]
 
 
 def _segments_json(segments: list[Segment]) -> str:

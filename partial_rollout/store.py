@@ -2,7 +2,7 @@
 
     add -> open groups -> hand_over -> the caller's, exactly once
              |   ^
-             |   +- tokens, as an engine makes them (watch, commit)
+             |   +- tokens, as an engine makes them (watch, commit), and less of them (cut)
              +----> discard (thrown away, for a named reason)
 
 On disk nothing that was committed is lost to `kill -9`: a store that is opened again holds the same open groups, and
@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longtail.errors import StoreError
 from longtail.partial_rollout.database import Database, Delivery
-from longtail.partial_rollout.ledger import BESIDE, LINES, WASTED, Beside, Ledger, Line, line_of
+from longtail.partial_rollout.ledger import BESIDE, CUT, LINES, WASTED, Beside, CutLine, Ledger, Line, line_of
+from longtail.partial_rollout.records import copied
 from longtail.partial_rollout.saved_kv import FOLDER, SavedKV, record_of
 from longtail.partial_rollout.sqlite_file import named
 from longtail.sample import Group, Sample
@@ -192,9 +193,45 @@ class SampleStore:
             del self._groups[group.id]
         return number
 
+    def cut(self, sample: Sample, length: int, line: CutLine) -> int:
+        """Drops a sample's output from position `length` on (`Sample.cut`), for a named reason: the dropped tokens stay
+        on that line of the ledger. Durable on return, before it nothing has changed. -> tokens dropped that the policy
+        wrote.
+
+        ValueError for a sample that is in an engine, or not in an open group of this store."""
+        return self._cut([(sample, length)], line)
+
+    def rewind_to(self, version: int) -> int:
+        """For a trainer that fell back to the weights of `version`: cuts every open sample, finished or not, before its
+        first token of newer ones (line stale). All or none. -> tokens dropped."""
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise ValueError(f"version must be an integer of at least 0, not {version!r}")
+        return self._cut(newer_parts(self._groups.values(), version), "stale")
+
+    def _cut(self, cuts: Sequence[tuple[Sample, int]], line: CutLine) -> int:
+        if line not in CUT:
+            raise ValueError(f"line must be one of {', '.join(CUT)}, not {line!r}")
+        changes = []
+        for sample, length in cuts:
+            group = self._groups.get(sample.group_id)
+            if group is None or not any(sample is one for one in group.samples):
+                raise ValueError(f"sample {sample.id!r} is not in an open group of the store")
+            after = copied(sample)
+            after.cut(length)
+            changes.append((sample, after, line))
+        samples = [sample for sample, _ in cuts]
+        with self._transaction((), leaving=samples):  # their saved KV leaves: it is of tokens that are gone
+            self._database.save(samples)
+            self._database.cut(changes)
+        dropped = 0
+        for sample, length in cuts:
+            dropped += sample.cut(length)
+            self._watched.pop(sample.id, None)
+        return dropped
+
     def settle(self, sample_ids: Iterable[str], line: Line) -> None:
         """Moves samples that were handed over to another line of the ledger (a trainer dropped them, say). All or
-        none."""
+        none. What was cut off them before stays where it is."""
         if line not in LINES:
             raise ValueError(f"line must be one of {', '.join(LINES)}, not {line!r}")
         with self._database.transaction(durable=True):
@@ -307,12 +344,14 @@ class SampleStore:
         ledger, counted, saved = self.ledger, self._database.counted(), self._database.num_saved()
         for line, tokens in ledger.places.items():
             assert counted.get(line, 0) == tokens, (line, counted, ledger)
-        assert sum(saved.values()) == ledger.pending, (sum(saved.values()), ledger)
+        pending = sum(tokens - observed for tokens, observed in saved.values())
+        assert pending == ledger.pending, (pending, ledger)
         samples = {s.id: s for group in self._groups.values() for s in group.samples}
         assert samples.keys() == saved.keys(), samples.keys() ^ saved.keys()
         for name, sample in samples.items():
-            assert len(sample.output_ids) >= saved[name], f"{name} has lost tokens"
-            assert len(sample.output_ids) == saved[name] or name in self._watched, f"{name} grew unseen"
+            length = len(sample.output_ids)
+            assert length >= saved[name][0], f"{name} has lost tokens"
+            assert length == saved[name][0] or name in self._watched, f"{name} grew unseen"
 
     def check_integrity(self, extra: Iterable[Group] = ()) -> None:
         """AssertionError if a sample stands twice or a record does not add up."""
@@ -326,3 +365,13 @@ class SampleStore:
         if self._saved_kv is not None:
             self._saved_kv.check_integrity(self._database.saved_kv())
         self.check_balance()
+
+
+def newer_parts(groups: Iterable[Group], version: int) -> list[tuple[Sample, int]]:
+    """The samples that have tokens of policies newer than `version`, and the output position of the first of them."""
+    parts = []
+    for sample in (sample for group in groups for sample in group.samples):
+        first = next((segment.start for segment in sample.segments if segment.version > version), None)
+        if first is not None:
+            parts.append((sample, first))
+    return parts

@@ -12,8 +12,9 @@ from longtail.sample import Sample
 
 _VERSIONS = (
     "SELECT {what} FROM groups g JOIN samples s ON s.group_id = g.id,"
-    " json_each(iif(json_valid(s.segments), s.segments, '[]')) e WHERE {where}"
+    " json_each(iif(json_valid(s.segments), s.segments, '[]')) e WHERE json_extract(e.value, '$[2]') >= 0 AND {where}"
 )
+"""Without observations."""
 _VERSION = "json_extract(e.value, '$[2]')"
 
 
@@ -92,11 +93,15 @@ def details(database: Database, name: str) -> dict[str, Any] | None:
         row, group_name, delivery = found[0]
         groups, damages = database.load("g.id = ?", (row,))
         places = {s: (line, lost) for s, line, lost in database.query(_PLACES, (row,))}
+        cuts: dict[str, dict[str, int]] = {s: {} for s in places}
+        for s, line, tokens in database.query(_CUTS, (row,)):
+            cuts[s][line] = tokens
         found_damaged = {d.sample.id: d.found for d in damages}
         pruned = delivery is not None and (delivery == -1 or 0 < delivery <= database.last_pruned())
         saved = saved_kv.overview(database)
         samples = [_sample(s, *places[s.id], None if pruned else found_damaged.get(s.id)) for s in groups[0].samples]
         for sample in samples:
+            sample["tokens_cut"] = cuts[sample["sample"]]
             sample["saved_kv"] = saved.get(sample["sample"])
     if name != group_name:
         return {"group": group_name, **next(s for s in samples if s["sample"] == name)}
@@ -106,6 +111,7 @@ def details(database: Database, name: str) -> dict[str, Any] | None:
 
 
 _PLACES = "SELECT name, line, lost FROM samples WHERE group_id = ?"
+_CUTS = "SELECT s.name, c.line, c.tokens FROM cuts c JOIN samples s ON s.id = c.sample_id WHERE s.group_id = ?"
 
 
 def _sample(sample: Sample, line: str, lost: int, damage: str | None) -> dict[str, Any]:
@@ -117,9 +123,15 @@ def _sample(sample: Sample, line: str, lost: int, damage: str | None) -> dict[st
         "failure": sample.failure,
         "line": line,
         "tokens": len(sample.output_ids),
+        "tokens_generated": sample.num_generated,
+        "masked": sample.masked,
+        "multi_turn": sample.multi_turn,
+        "turn_ended": sample.turn_ended,
+        "attempts": sample.attempts,
         "tokens_lost_to_damage": lost,
         "damage": damage,
         "reward": sample.reward,
+        "grade_failure": sample.grade_failure,
         "seed": sample.seed,
         "params": dataclasses.asdict(sample.params),
         "segments": [dataclasses.asdict(segment) for segment in sample.segments],

@@ -74,9 +74,11 @@ class Drafter(Protocol):
     def observe(self, sample: Sample, num_new: int) -> None:
         """The target committed the last num_new tokens of sample.output_ids. Told of every sample, also of those that
         were not drafted for: siblings learn from each other. A drafter catches up by itself with a sample that comes
-        with tokens it has not seen (a resumed one). Samples of earlier epochs are observed, then forgotten."""
+        with tokens it has not seen (a resumed one; an observation, version OBSERVATION, is among them). Samples of
+        earlier epochs are observed, then forgotten."""
         ...
 
     def forget(self, sample_id: str) -> None:
-        """The sample is done: what was kept for it alone goes. What its siblings can learn from it may stay."""
+        """The sample is done, or its turn is, or it comes back with other tokens: what was kept for it alone goes. What
+        its siblings can learn from it may stay."""
         ...

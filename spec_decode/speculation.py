@@ -186,14 +186,19 @@ class Speculation:
             except Exception as error:
                 self._drop(error)
 
-    def forget(self, sample_id: str) -> Counts:
-        """The sample is done, or leaves. -> what drafting did for it since it came."""
+    def enter(self, sample_id: str) -> None:
+        """The sample comes from elsewhere, perhaps with other tokens than it had here: what is kept of it goes, but for
+        the counts."""
         self._open.pop(sample_id, None)
         if self.failure is None:
             try:
                 self.drafter.forget(sample_id)
             except Exception as error:
                 self._drop(error)
+
+    def forget(self, sample_id: str) -> Counts:
+        """The sample is done, or leaves. -> what drafting did for it since it came."""
+        self.enter(sample_id)
         return self._by_sample.pop(sample_id, Counts())
 
     def weights_updated(self, version: int) -> None:
@@ -207,7 +212,7 @@ class Speculation:
             known = min(len(output) - start, len(draft))
             while same < known and output[start + same] == draft.tokens[same]:
                 same += 1
-            if same < known or same == len(draft) or sample.is_done:
+            if same < known or same == len(draft) or sample.is_done or sample.turn_ended:
                 self.acceptance.judge(draft, same, rejected=same < known)
             else:
                 still_open.append((start, draft, same))

@@ -13,10 +13,11 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-from longtail.sample import Sample
+from longtail.sample import OBSERVATION, Sample
 from longtail.spec_decode.drafter import Draft, DraftRequest
 from longtail.spec_decode.suffix_index import Lookup, SuffixIndex, compile_all
 from longtail.spec_decode.suffix_kernels import AGELESS, START
+from longtail.version import PolicyVersion
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +128,9 @@ class SuffixDrafter:
         index, versions = text.shared.index, sample.versions
         self._count(index, -1)
         while start < end:
-            stop = end
-            if versions[end - 1] != versions[start]:  # versions only grow within a sample
-                stop = next(i for i in range(start, end) if versions[i] != versions[start])
-            text.tail = index.append(text.tail, sample.output_ids[start:stop], versions[start])
+            version = _version(versions, start)
+            stop = next((i for i in range(start + 1, end) if _version(versions, i) != version), end)
+            text.tail = index.append(text.tail, sample.output_ids[start:stop], version)
             start = stop
         text.length = end
         self._count(index, 1)
@@ -246,6 +246,13 @@ class SuffixDrafter:
 
 PAGE_ROOM = 16
 """Tokens a page when an index is made anew: texts end in the middle of pages."""
+
+
+def _version(versions: Sequence[PolicyVersion], position: int) -> PolicyVersion:
+    """Of an output token; an observation is as old as the turn that it answers."""
+    while versions[position] == OBSERVATION:
+        position -= 1
+    return versions[position]
 
 
 def _begins_with(sample: Sample, text: _Text) -> bool:

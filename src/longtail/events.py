@@ -25,8 +25,8 @@ EventKind = Literal[
     "cut",  # output is dropped; num_tokens: of it that the policy wrote; detail: line of the ledger
     "retry",  # a failed sample starts again; value: times that it has
     "finish",  # num_tokens: output tokens; detail: finish reason
-    "drafts",  # what drafting did for a sample that is done: draft tokens verified and accepted, output tokens of the
-    # steps that verified them, draft_seconds; duration: its share of these steps
+    "drafts",  # what drafting did for a sample that is done, or parked: draft tokens verified and accepted, output
+    # tokens of the steps that verified them, draft_seconds; duration: its share of these steps
     "step",  # a forward pass, or several alike: see the fields below
     "save",  # KV snapshot out; num_tokens
     "restore",  # KV snapshot in; num_tokens

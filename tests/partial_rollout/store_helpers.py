@@ -12,6 +12,7 @@ from longtail.sample import FinishReason, Segment
 from longtail.version import PolicyVersion
 
 FILE = "samples.sqlite"
+TURNS = ("multi_turn", "turn_ended", "masked", "attempts", "grade_failure", "loss_mask", "num_generated")
 
 
 def make(name: str, n: int = 1, **params: object) -> Group:
@@ -36,7 +37,9 @@ def finish(sample: Sample, tokens: int = 0, reason: FinishReason = "stop") -> Sa
 def record(sample: Sample) -> dict[str, object]:
     """Everything of a sample that a store must give back."""
     fields = ("id", "group_id", "index", "prompt_ids", "params", "seed", "output_ids", "versions", "status")
-    values: dict[str, object] = {f: getattr(sample, f) for f in (*fields, "finish_reason", "stop_reason", "failure")}
+    values: dict[str, object] = {
+        f: getattr(sample, f) for f in (*fields, "finish_reason", "stop_reason", "failure", *TURNS)
+    }
     values["logprobs"] = [x.hex() for x in sample.logprobs]
     values["segments"] = [(s.start, s.end, s.version, s.engine, s.kv) for s in sample.segments]
     values["reward"] = None if sample.reward is None else sample.reward.hex()
@@ -44,6 +47,12 @@ def record(sample: Sample) -> dict[str, object]:
     values["timings"] = (t.submitted, t.first_token, t.finished, t.running)
     assert all(isinstance(s, Segment) for s in sample.segments)
     return values
+
+
+def observe(sample: Sample, tokens: int) -> None:
+    """What a rollout does around a turn's end: the engine gives the sample back, the environment answers."""
+    sample.status, sample.turn_ended = "paused", True
+    sample.append_observation(range(300, 300 + tokens))
 
 
 def records(groups: list[Group]) -> dict[str, list[dict[str, object]]]:

@@ -182,9 +182,7 @@ def expected(make_engine: EngineMaker, kind: str) -> list[Sample]:
 
 @pytest.mark.parametrize("vocabulary", [None, tuple(range(0, 512, 3))], ids=["all", "third"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_the_same_samples_with_a_head(
-    make_engine: EngineMaker, kind: str, vocabulary: tuple[int, ...] | None
-) -> None:
+def test_the_same_samples_with_a_head(make_engine: EngineMaker, kind: str, vocabulary: tuple[int, ...] | None) -> None:
     model = make_model(kind)
     head = make_head(model, vocabulary=None if vocabulary is None else torch.tensor(vocabulary))
     drafter = MTPDrafter(head)

@@ -9,6 +9,7 @@ import pytest
 from tests.partial_rollout.store_helpers import finish, flip, grow, make, raw
 
 from longtail import Group, RoutedExperts, Sample, SampleStore
+from longtail.partial_rollout.records import checksum_of
 
 LAYERS, TOP_K = 2, 3
 
@@ -119,6 +120,14 @@ def test_a_store_of_schema_1_gets_the_table(tmp_path: Path) -> None:
         store.add([make("a")])
     with raw(tmp_path) as connection:
         connection.execute("DROP TABLE routing")
+        connection.execute("DROP TABLE cuts")
+        for column in ("multi_turn", "num_observed", "turn_ended", "masked", "attempts", "grade_failure"):
+            connection.execute(f"ALTER TABLE samples DROP COLUMN {column}")
+        identity = "name, position, seed, prompt, params"
+        state = "status, finish_reason, stop_reason, failure, num_tokens, segments, submitted, first_token, finished"
+        for columns, checksum in ((identity, "identity"), (f"{state}, running, reward", "checksum")):
+            for row, *values in connection.execute(f"SELECT id, {columns} FROM samples").fetchall():
+                connection.execute(f"UPDATE samples SET {checksum} = ? WHERE id = ?", (checksum_of(values), row))
         connection.execute("PRAGMA user_version = 1")
     with SampleStore(tmp_path) as store:
         (sample,) = store.unfinished()

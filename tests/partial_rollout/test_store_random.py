@@ -9,10 +9,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.partial_rollout.store_helpers import finish, flip, grow, make, raw, records
+from tests.partial_rollout.store_helpers import finish, flip, grow, make, observe, raw, records
 
 from longtail import Sample, SampleStore, StoreFull
-from longtail.partial_rollout.ledger import LINES, WASTED, Line, line_of
+from longtail.partial_rollout.ledger import CUT, LINES, WASTED, CutLine, Line, line_of
+from longtail.sample import OBSERVATION
 
 REASONS = st.sampled_from(["stop", "length", "repetition", "aborted", "error"])
 
@@ -28,6 +29,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.settled_tokens: dict[str, int] = {}
         self.beside = 0
         self.damaged = 0
+        self.cuts: dict[str, int] = dict.fromkeys(LINES, 0)
         self.delivered: dict[int, dict] = {}
         self.pruned = 0
 
@@ -39,6 +41,8 @@ class StoreMachine(RuleBasedStateMachine):
         groups = []
         for n in sizes:
             groups.append(make(f"g{self.named}", n=n, seed=self.named))
+            for sample in groups[-1].samples:
+                sample.multi_turn = bool(self.named % 2)
             self.named += 1
         if brought:
             grow(groups[0].samples[0], brought)
@@ -51,6 +55,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         sample = data.draw(st.sampled_from(samples))
         self.store.watch([sample])
+        sample.turn_ended = False
         grow(sample, tokens, version=max([version, *sample.versions]))
         if end is not None:
             finish(sample, 0, end)  # type: ignore[arg-type]
@@ -58,6 +63,46 @@ class StoreMachine(RuleBasedStateMachine):
                 sample.status, sample.failure = "failed", "test"
         elif data.draw(st.booleans()):
             sample.status = "paused"
+
+    @rule(data=st.data(), tokens=st.integers(1, 5), more=st.integers(0, 3))
+    def answer(self, data: st.DataObject, tokens: int, more: int) -> None:
+        """A turn ends; its environment answers or is still to."""
+        samples = [s for s in self.store.unfinished() if s.multi_turn]
+        if not samples:
+            return
+        sample = data.draw(st.sampled_from(samples))
+        self.store.watch([sample])
+        if not sample.turn_ended:
+            grow(sample, 1 + more, version=max([0, *sample.versions]))
+            sample.status, sample.turn_ended = "paused", True
+        else:
+            observe(sample, tokens)
+
+    @rule(data=st.data(), line=st.sampled_from(CUT), masked=st.booleans())
+    def cut(self, data: st.DataObject, line: CutLine, masked: bool) -> None:
+        samples = [s for s in self.samples() if s.status not in ("running", "waiting")]
+        if not samples:
+            return
+        sample = data.draw(st.sampled_from(samples))
+        output, wrote = [*sample.output_ids], [version != OBSERVATION for version in sample.versions]
+        if masked:
+            sample.masked = data.draw(st.integers(0, len(output)))
+        length = data.draw(st.integers(0, len(output)))
+        dropped = self.store.cut(sample, length, line)
+        kept = len(sample.output_ids)
+        assert sample.output_ids == output[:kept]
+        assert kept == length or not any(wrote[kept : length + 1])
+        assert dropped == sum(wrote[kept:])
+        self.cuts[line] += dropped
+
+    @rule(version=st.integers(0, 2))
+    def rewind(self, version: int) -> None:
+        if any(s.status == "running" for s in self.samples()):
+            return
+        newer = sum(v > version for s in self.samples() for v in s.versions)
+        assert self.store.rewind_to(version) == newer
+        assert all(v <= version for s in self.samples() for v in s.versions)
+        self.cuts["stale"] += newer
 
     @rule(recomputed=st.integers(0, 9))
     def commit(self, recomputed: int) -> None:
@@ -87,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
     def settle_in_model(self, sample: Sample, line: str) -> None:
         assert sample.id not in self.line_of, "left twice"
         self.line_of[sample.id] = line
-        self.settled_tokens[sample.id] = len(sample.output_ids)
+        self.settled_tokens[sample.id] = sample.num_generated
 
     @precondition(lambda self: self.line_of)
     @rule(data=st.data(), line=st.sampled_from(LINES))
@@ -110,6 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
         query = self.store._database.query
         sample = self.store.unfinished()[0]
         self.store.watch([sample])
+        sample.turn_ended = False
         grow(sample, 3000, version=max([0, *sample.versions]))
         before, pages = self.store.ledger, query("PRAGMA max_page_count")[0][0]
         query(f"PRAGMA max_page_count = {query('PRAGMA page_count')[0][0]}")
@@ -149,18 +195,21 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.close()
         with raw(self.directory) as connection:
             open_chunks = (
-                "SELECT c.rowid, s.name, c.start, s.num_tokens FROM chunks c JOIN samples s ON s.id = c.sample_id"
+                "SELECT c.rowid, s.name, c.start FROM chunks c JOIN samples s ON s.id = c.sample_id"
                 " JOIN groups g ON g.id = s.group_id WHERE g.delivery IS NULL"
             )
             row = connection.execute(open_chunks).fetchone()
         if row is not None:
+            (sample,) = [s for s in self.samples() if s.id == row[1]]
+            wrote = [version != OBSERVATION for version in sample.versions]
             flip(self.directory, "chunks", "logprobs", f"rowid = {row[0]}", byte=3, bit=5)
-            self.damaged += row[3] - row[2]
         self.store = SampleStore(self.directory)
         assert len(self.store.damages) == (row is not None)
         if row is not None:
             (sample,) = [s for s in self.samples() if s.id == row[1]]
-            assert len(sample.output_ids) == row[2] and not sample.is_done
+            kept = len(sample.output_ids)
+            assert (kept == row[2] or not any(wrote[kept : row[2] + 1])) and not sample.is_done
+            self.damaged += sum(wrote[kept:])
 
     @rule()
     def check(self) -> None:
@@ -168,12 +217,14 @@ class StoreMachine(RuleBasedStateMachine):
         lines: dict[str, int] = dict.fromkeys(LINES, 0)
         for sample_id, line in self.line_of.items():
             lines[line] += self.settled_tokens[sample_id]
+        for line, tokens in self.cuts.items():
+            lines[line] += tokens
         lines["failed"] += self.damaged
         ledger = self.store.ledger
         assert lines == ledger.lines
         self.store.commit()
         ledger = self.store.ledger
-        assert ledger.pending == sum(len(s.output_ids) for s in self.samples())
+        assert ledger.pending == sum(s.num_generated for s in self.samples())
         assert ledger.beside["recomputed"] == self.beside
         assert self.store.num_submitted == self.named
         if self.directory is not None:

@@ -2,7 +2,8 @@
 
     add -> waiting -> [admit: prefix or snapshot] -> running -> step* -> finished
                  ^                                     |  |
-                 +---- preempt (snapshot to host) -----+  +-> pause (with or without KV) -> the caller's
+                 +---- preempt (snapshot to host) -----+  +-> pause (with or without KV), or park where a turn ended
+                                                              -> the caller's
 
 Model code is `decoder` (what a forward pass computes), memory is `KVManager`, order is `Scheduler`, tokens are
 `Sampler`; this class only connects them and keeps the records.
@@ -10,18 +11,16 @@ Model code is `decoder` (what a forward pass computes), memory is `KVManager`, o
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numba
 import torch
 
-from longtail.events import Event, EventKind, Listener, ignore
+from longtail.events import Event, Listener, ignore
 from longtail.kv_manager.snapshot import Snapshot
 from longtail.kv_manager.tier_config import TierConfig
 from longtail.kv_manager.tiers import Tiers
@@ -32,9 +31,11 @@ from longtail.partial_rollout.engines.native.cache import make_kv
 from longtail.partial_rollout.engines.native.config import NativeConfig
 from longtail.partial_rollout.engines.native.decoder import weights_of
 from longtail.partial_rollout.engines.native.drafters import speculate
-from longtail.partial_rollout.engines.native.sampler import Decode, Sampler, check_sample
+from longtail.partial_rollout.engines.native.journal import Journal
+from longtail.partial_rollout.engines.native.sampler import Sampler, check_sample, is_full
 from longtail.partial_rollout.engines.native.scheduler import Scheduled, Scheduler
 from longtail.partial_rollout.engines.native.stepper import Outcome, Stepper
+from longtail.partial_rollout.engines.native.stop_text import StopText
 from longtail.partial_rollout.engines.native.target import Target
 from longtail.partial_rollout.engines.native.verification import verification
 from longtail.sample import FinishReason, Sample
@@ -47,9 +48,6 @@ from longtail.version import PolicyVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions", "drafted", "accepted")
 
 
 class NativeEngine:
@@ -81,14 +79,14 @@ class NativeEngine:
             raise ValueError(f"version must be an integer of at least 0, not {version!r}")
         self.config = config = NativeConfig(**settings)
         self.name = name
-        self.listener = listener
         self.now = clock
+        self._journal = Journal(name, listener, clock)
         if config.threads is not None:
             # In this order: where numba starts its threads, it sets the number of OpenMP's, torch's among them.
             numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
             torch.set_num_threads(config.threads)
-        loaded, self._source = loader.load_model(model)
-        self._tokenizer = tokenizer
+        loaded, source = loader.load_model(model)
+        self._stop_text = StopText(tokenizer, source)
         weights = weights_of(loaded)
         self.decoder, self.row_rule = loader.build_decoder(
             loaded,
@@ -132,17 +130,25 @@ class NativeEngine:
             engine=name,
             max_model_len=self.max_model_len,
             max_rows=config.max_num_batched_tokens,
-            decode_of=self._decode_or_none,
+            decode_of=self._stop_text.decode_of,
             clock=clock,
         )
         self._version = PolicyVersion(version)
         self._sequences: dict[str, Sequence] = {}
+        self._full: list[Sequence] = []
+        """Came with an observation that leaves no room for a token: the next step finishes them."""
         self._lock = threading.RLock()
-        self._queue: deque[Event] = deque()
-        self._counts = dict.fromkeys(COUNTS, 0)
         self.use_drafter(drafter, controller)
 
     # -- the engine protocol ------------------------------------------------------------------------------------------
+
+    @property
+    def listener(self) -> Listener:
+        return self._journal.listener
+
+    @listener.setter
+    def listener(self, listener: Listener) -> None:
+        self._journal.listener = listener
 
     @property
     def version(self) -> PolicyVersion:
@@ -165,7 +171,7 @@ class NativeEngine:
         """Raises the ValueError with which `add` would refuse this sample."""
         if sample.id in self._sequences:
             raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
-        decode = self._decode_or_none(sample)  # fails now, not in the middle of a run, if there is no tokenizer
+        decode = self._stop_text.decode_of(sample)  # fails now, not in the middle of a run, if there is no tokenizer
         check_sample(sample, self.spec, self.max_model_len, self._version, decode)
         self.stepper.routing.check(sample)
 
@@ -186,6 +192,10 @@ class NativeEngine:
                 self.scheduler.waiting.append(seq)
                 self.admission.arrive(seq)
                 sample.status = "waiting"
+                if is_full(sample, self.max_model_len):
+                    self._full.append(seq)
+                if self.speculation is not None and sample.snapshot is None:
+                    self.speculation.enter(sample.id)
 
     def set_limit(self, sample_id: str, limit: int | None) -> None:
         with self._lock:
@@ -197,10 +207,13 @@ class NativeEngine:
         If it raises (a listener, an interrupt), samples keep what they had, and the next step continues from there.
         """
         with self._lock:
-            with self._events(), torch.inference_mode():
-                scheduled = self._schedule()
-                out = self._step(scheduled) if scheduled else StepOutput(self._version)
-            for sample in out.at_limit:  # only now is it sure that the caller hears of it
+            with self._journal.telling(), torch.inference_mode():
+                out = StepOutput(self._version)
+                self._finish_full(out)
+                self._park(out)  # of a step that was interrupted
+                if scheduled := self._schedule():
+                    self._step(scheduled, out)
+            for sample in out.at_limit:  # the caller will hear of it: no listener has raised
                 self._sequences[sample.id].limit = None
             return out
 
@@ -214,70 +227,53 @@ class NativeEngine:
             if not any(tiers.wait(changes) for tiers, changes in seen):  # nothing can run: time to wait for the disk
                 return scheduled
 
-    def _step(self, scheduled: list[Scheduled]) -> StepOutput:
-        start, version = self.now(), self._version
-        result = self.stepper.run(scheduled, version, self._settle)
-        finished = [outcome.seq.sample for outcome in result.outcomes if outcome.seq.sample.is_done]
-        made = result.num_output_tokens
-        for name, count in (
-            ("steps", 1),
-            ("output", made),
-            ("drafted", result.num_draft_tokens),
-            ("accepted", result.num_accepted_tokens),
-        ):
-            self._counts[name] += count
-        self._queue.append(
-            Event(
-                "step",
-                start,
-                self.now() - start,
-                self.name,
-                num_seqs=len(scheduled),
-                num_tokens=result.num_tokens,
-                num_prefill_tokens=result.num_prefill_tokens,
-                num_context_tokens=result.num_context_tokens,
-                num_output_tokens=made,
-                num_draft_tokens=result.num_draft_tokens,
-                num_accepted_tokens=result.num_accepted_tokens,
-                draft_seconds=result.draft_seconds,
-                model_seconds=result.model_seconds,
-                sample_seconds=result.sample_seconds,
-            )
-        )
-        for sample in finished:
+    def _step(self, scheduled: list[Scheduled], out: StepOutput) -> None:
+        start = self.now()
+        result = self.stepper.run(scheduled, self._version, self._settle)
+        self._journal.step(start, len(scheduled), result)
+        done = [outcome.seq.sample for outcome in result.outcomes if outcome.seq.sample.is_done]
+        for sample in done:
             self._forget(sample)
-        at_limit = [seq.sample for seq in self._sequences.values() if seq.is_at_limit]
-        return StepOutput(version, finished, made, len(scheduled), at_limit)
+        self._park(out)
+        out.finished += done
+        out.num_output_tokens, out.num_seqs = result.num_output_tokens, len(scheduled)
+        out.at_limit = [seq.sample for seq in self._sequences.values() if seq.is_at_limit]
 
     def _settle(self, outcome: Outcome) -> None:
         sample = outcome.seq.sample
         if outcome.emitted and sample.timings.first_token is None:
             sample.timings.first_token = self.now()
-            self._emit("first_token", outcome.seq)
+            self._journal.emit("first_token", outcome.seq)
         if outcome.failure is not None:
             self._fail(outcome.seq, outcome.failure)
         elif outcome.end is not None:
             sample.stop_reason = outcome.end.stop_reason
-            self._finish(outcome.seq, outcome.end.reason)
+            if outcome.ends_turn:
+                sample.turn_ended = True  # and is parked when the pass is done with
+            else:
+                self._finish(outcome.seq, outcome.end.reason)
+
+    def _park(self, out: StepOutput) -> None:
+        """Takes those out whose turn has ended. They may not come back here: an environment may have the last word."""
+        for seq in [seq for seq in self._sequences.values() if seq.sample.turn_ended]:
+            self._take_out(seq, "park", snapshot=True)
+            self._forget(seq.sample)
+            out.turns.append(seq.sample)
+
+    def _finish_full(self, out: StepOutput) -> None:
+        full, self._full = self._full, []
+        for seq in full:
+            if self._sequences.get(seq.sample.id) is seq:
+                self._finish(seq, "length")
+                out.finished.append(seq.sample)
 
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
-        with self._lock, self._events():
+        with self._lock, self._journal.telling():
             ids = list(self._sequences if sample_ids is None else dict.fromkeys(sample_ids))
-            paused = []
-            for seq in [self._get(i) for i in ids]:
-                if seq in self.scheduler.running:
-                    seq.sample.snapshot = self._save(seq) if snapshot else None
-                elif not snapshot:
-                    seq.sample.snapshot = None
-                self._remove(seq)
-                seq.sample.status = "paused"
-                kept = float(seq.sample.snapshot is not None)
-                self._emit("pause", seq, num_tokens=len(seq.sample.output_ids), value=kept)
-                paused.append(seq.sample)
-            return paused
+            return [self._take_out(seq, "pause", snapshot) for seq in [self._get(i) for i in ids]]
 
     def abort(self, sample_ids: Iterable[str], *, reason: FinishReason = "aborted") -> list[Sample]:
-        with self._lock, self._events():
+        with self._lock, self._journal.telling():
             aborted = []
             for seq in [self._get(i) for i in dict.fromkeys(sample_ids)]:
                 self._finish(seq, reason)
@@ -288,7 +284,7 @@ class NativeEngine:
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """weights: a complete state dict of the model (a tied LM head may be left out). Nothing changes if it does not
         fit. KV made by older weights is dropped, or kept if `kv_on_update` says so."""
-        with self._lock, self._events():
+        with self._lock, self._journal.telling():
             if isinstance(version, bool) or not isinstance(version, int):
                 raise ValueError(f"version must be an integer, not {version!r}")
             if version <= self._version:
@@ -312,7 +308,7 @@ class NativeEngine:
             self.admission.restart(self.scheduler.waiting)
             if self.speculation is not None:
                 self.speculation.weights_updated(version)
-            self._queue.append(Event("update", start, self.now() - start, self.name, value=version))
+            self._journal.add(Event("update", start, self.now() - start, self.name, value=version))
 
     @property
     def speculation(self) -> Speculation | None:
@@ -339,7 +335,7 @@ class NativeEngine:
             self.kv.forget_all()
 
     def stats(self) -> EngineStats:
-        c = self._counts
+        c = self._journal.counts
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -375,22 +371,24 @@ class NativeEngine:
         if seq.kv in ("restored", "kept", "approximate") or seq.refused is not None:
             detail = "" if seq.refused is None else f"refused: {seq.refused}"
             at, took = self.now() - seq.restore_seconds, seq.restore_seconds
-            self._emit("restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
+            self._journal.emit(
+                "restore", seq, time=at, duration=took, num_tokens=seq.num_restored_tokens, detail=detail
+            )
         sample.snapshot = None
         self.admission.leave(seq)
         self.stepper.routing.admit(sample)
         if sample.output_ids:
-            self._counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
-        self._counts["cached"] += seq.num_cached_tokens
-        self._counts["restored"] += seq.num_restored_tokens
+            self._journal.counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
+        self._journal.counts["cached"] += seq.num_cached_tokens
+        self._journal.counts["restored"] += seq.num_restored_tokens
         seq.admitted_at = self.now()
         sample.status = "running"
         if sample.timings.submitted is None:
             sample.timings.submitted = seq.admitted_at
-        self._emit("admit", seq, num_tokens=seq.num_computed_tokens, value=seq.num_tokens)
+        self._journal.emit("admit", seq, num_tokens=seq.num_computed_tokens, value=seq.num_tokens)
 
     def _preempt(self, seq: Sequence) -> None:
-        self._counts["preemptions"] += 1
+        self._journal.counts["preemptions"] += 1
         # Not waiting for room: other sequences are in the middle of a step.
         seq.sample.snapshot = self._save(seq, wait=False) if self.config.preemption == "snapshot" else None
         self._back_to_waiting(seq, "out of blocks")
@@ -398,7 +396,7 @@ class NativeEngine:
 
     def _back_to_waiting(self, seq: Sequence, cause: str) -> None:
         self._leave_slot(seq)
-        self._emit("preempt", seq, num_tokens=seq.num_computed_tokens, detail=cause)
+        self._journal.emit("preempt", seq, num_tokens=seq.num_computed_tokens, detail=cause)
         self.kv.release(seq)
         seq.sample.status = "waiting"
 
@@ -408,8 +406,24 @@ class NativeEngine:
         snapshot = self.kv.save(seq, wait=wait)
         n, failed = seq.num_computed_tokens, snapshot is None and seq.num_computed_tokens > 0
         detail = "failed: no room in host memory" if failed else ""
-        self._emit("save", seq, time=start, duration=self.now() - start, num_tokens=0 if failed else n, detail=detail)
+        self._journal.emit(
+            "save", seq, time=start, duration=self.now() - start, num_tokens=0 if failed else n, detail=detail
+        )
         return snapshot
+
+    def _take_out(self, seq: Sequence, kind: Literal["pause", "park"], snapshot: bool) -> Sample:
+        """Unfinished, with its KV or without."""
+        sample = seq.sample
+        if seq in self.scheduler.running:
+            sample.snapshot = self._save(seq) if snapshot else None
+        elif not snapshot:
+            sample.snapshot = None
+        self._remove(seq)
+        sample.status = "paused"
+        kept = float(sample.snapshot is not None)
+        detail = "" if sample.stop_reason is None else str(sample.stop_reason)
+        self._journal.emit(kind, seq, num_tokens=len(sample.output_ids), value=kept, detail=detail)
+        return sample
 
     def _remove(self, seq: Sequence) -> None:
         """Out of the engine, whether it runs or waits."""
@@ -440,7 +454,7 @@ class NativeEngine:
         sample.finish_reason = reason
         sample.snapshot = None
         sample.timings.finished = self.now()
-        self._emit("finish", seq, num_tokens=len(sample.output_ids), detail=reason)
+        self._journal.emit("finish", seq, num_tokens=len(sample.output_ids), detail=reason)
 
     def _fail(self, seq: Sequence, failure: str) -> None:
         """A failed sample is data: it keeps its tokens and says at which boundary it failed, and the run goes on."""
@@ -449,45 +463,6 @@ class NativeEngine:
         seq.sample.status = "failed"
 
     def _forget(self, sample: Sample) -> None:
-        """The sample is done: what was kept to draft for it goes."""
+        """The sample is done, or a turn of it: what was kept to draft for it goes."""
         if self.speculation is not None and (did := self.speculation.forget(sample.id)).drafted:
-            self._queue.append(did.event(self.now(), self.name, sample))
-
-    # -- helpers ------------------------------------------------------------------------------------------------------
-
-    def _emit(self, kind: EventKind, seq: Sequence, time: float | None = None, **fields: Any) -> None:
-        at = self.now() if time is None else time
-        self._queue.append(Event(kind, at, engine=self.name, sample=seq.sample.id, group=seq.sample.group_id, **fields))
-
-    @contextlib.contextmanager
-    def _events(self) -> Iterator[None]:
-        """The listener hears of a call's events when its work is done, so that it cannot leave it half done by raising.
-        It hears of every event; the first error is raised in the end."""
-        yield
-        failure: BaseException | None = None
-        while self._queue:
-            try:
-                self.listener(self._queue.popleft())
-            except BaseException as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-
-    def _decode(self) -> Decode:
-        if self._tokenizer is None:
-            if self._source is None:
-                raise ValueError("stop strings need a tokenizer; pass tokenizer= to the engine or use stop_token_ids")
-            from transformers import AutoTokenizer
-
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._source)
-            except (OSError, ValueError, ImportError) as error:
-                raise ValueError(
-                    f"stop strings need a tokenizer, and {self._source} has none ({error}); pass tokenizer= to the "
-                    "engine or use stop_token_ids"
-                ) from error
-        decode: Decode = self._tokenizer.decode
-        return decode
-
-    def _decode_or_none(self, sample: Sample) -> Decode | None:
-        return self._decode() if sample.params.stop else None
+            self._journal.add(did.event(self.now(), self.name, sample))

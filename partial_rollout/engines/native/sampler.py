@@ -14,7 +14,7 @@ import torch
 from longtail.kernels.logprobs import token_logprobs
 from longtail.kernels.sample import LogitEdits, SampleBatch, row_edits, sample
 from longtail.partial_rollout.engines.native.spec import DecoderSpec
-from longtail.sample import FinishReason, Sample
+from longtail.sample import OBSERVATION, FinishReason, Sample
 from longtail.version import PolicyVersion
 
 Decode = Callable[[Sequence[int]], str]
@@ -101,25 +101,33 @@ class End:
 
 
 def check_end(s: Sample, eos_token_ids: tuple[int, ...], max_model_len: int, decode: Decode | None) -> End | None:
-    """What ends a sample after its last output token: EOS, a stop id, a stop string, the cap, in this order."""
+    """What ends a sample, or its turn, after its last output token: EOS, a stop id, a stop string, the cap, in this
+    order. What an environment wrote stops nothing."""
     p = s.params
     if not s.output_ids:
         return None
     token = s.output_ids[-1]
-    if len(s.output_ids) >= p.min_tokens:
+    if len(s.output_ids) >= p.min_tokens and s.versions[-1] != OBSERVATION:
         if not p.ignore_eos and token in eos_token_ids:
             return End("stop")
         if token in p.stop_token_ids:
             return End("stop", token)
         if p.stop and decode is not None:
-            found = _stop_string(s.output_ids, p.stop, decode)
+            found = _stop_string(s.output_ids, _turn_start(s), p.stop, decode)
             if found is not None:
                 return End("stop", found)
-    if p.max_tokens is not None and len(s.output_ids) >= p.max_tokens:
-        return End("length")
-    if s.num_tokens >= max_model_len:
-        return End("length")
-    return None
+    return End("length") if is_full(s, max_model_len) else None
+
+
+def is_full(s: Sample, max_model_len: int) -> bool:
+    """Whether its length caps leave no room for another token."""
+    cap = s.params.max_tokens
+    return (cap is not None and len(s.output_ids) >= cap) or s.num_tokens >= max_model_len
+
+
+def _turn_start(s: Sample) -> int:
+    """Output position behind the last observation."""
+    return next((segment.end for segment in reversed(s.segments) if segment.version == OBSERVATION), 0)
 
 
 def check_sample(
@@ -140,20 +148,24 @@ def check_sample(
             f"{who}: token id {worst} is outside the vocabulary of {spec.vocab_size}; "
             "was it made with another tokenizer?"
         )
+    if s.turn_ended:
+        raise ValueError(f"{who}: its turn has ended; append_observation gives it what its environment answers")
     end = check_end(s, spec.eos_token_ids, max_model_len, decode)
-    if end is not None:
+    if end is not None and s.versions[-1] != OBSERVATION:
         raise ValueError(f"{who} has already ended ({end.reason}); it is finished, not to be resumed")
-    if s.versions and s.versions[-1] > version:
+    newest = max(s.versions, default=OBSERVATION)
+    if newest > version:
         raise ValueError(
-            f"{who} has tokens of version {s.versions[-1]}, newer than the engine's {version}; "
+            f"{who} has tokens of version {newest}, newer than the engine's {version}; "
             "update the engine's weights first, or give it version= if it has them"
         )
 
 
-def _stop_string(output_ids: Sequence[int], stop: tuple[str, ...], decode: Decode) -> str | None:
-    """The stop string that the last token completes. Looks at a window long enough to hold the longest one (a
-    character takes at most four byte tokens), so it needs no state and finds strings that straddle a resume."""
-    window = output_ids[-(4 * max(map(len, stop)) + 4) :]
+def _stop_string(output_ids: Sequence[int], start: int, stop: tuple[str, ...], decode: Decode) -> str | None:
+    """The stop string that the last token completes, in what stands from `start` on. Looks at a window long enough to
+    hold the longest one (a character takes at most four byte tokens), so it needs no state and finds strings that
+    straddle a resume."""
+    window = output_ids[max(start, len(output_ids) - 4 * max(map(len, stop)) - 4) :]
     before = len(decode(window[:-1]).rstrip("\ufffd"))  # a half-decoded character counts when it is complete
     text = decode(window)
     for s in stop:

@@ -43,6 +43,11 @@ class Outcome:
     end: End | None = None
     failure: str | None = None
 
+    @property
+    def ends_turn(self) -> bool:
+        """Whether what ended goes on when an environment has answered."""
+        return self.end is not None and self.end.reason == "stop" and self.seq.sample.multi_turn
+
 
 @dataclasses.dataclass(slots=True)
 class PassResult:
@@ -127,8 +132,8 @@ class Stepper:
             self._commit(outcome, verdict, version)
             outcome.accepted = min(verdict.accepted, outcome.emitted)
             count = item.num_tokens + outcome.emitted - 1  # the last known token is always left to compute
-            lives_on = outcome.end is None and outcome.failure is None
-            if self.kv.states is not None and outcome.accepted < len(item.drafts) and lives_on:
+            lives_on = outcome.failure is None and (outcome.end is None or outcome.ends_turn)
+            if self.kv.states is not None and count < item.num_tokens + len(item.drafts) and lives_on:
                 self.routing.record(item.seq, item.seq.num_computed_tokens + count)
                 behind.append(Scheduled(item.seq, count))
             else:
