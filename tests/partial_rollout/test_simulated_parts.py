@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.partial_rollout.simulated_helpers import drain, sample, simulated
 
-from longtail import Group, Rollout, SamplingParams
+from longtail import Event, Group, Rollout, SamplingParams
 from longtail.bench import analysis
 from longtail.bench.trace import TraceWriter
 from longtail.partial_rollout.engine import Engine
@@ -325,3 +325,26 @@ def test_what_a_trace_says_does_not_depend_on_the_leaps(leap: bool) -> None:
     assert numbers["breakdown"]["prefill"] == pytest.approx(1.8)
     assert numbers["breakdown"]["decode"] == pytest.approx(8.2)
     assert numbers["breakdown"]["idle"] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("with_kv", [True, False])
+def test_a_parked_sample_gives_its_slot_back(with_kv: bool) -> None:
+    """A prompt of 2, a turn of 3 tokens: in a slot until 3 s; the answer of 5 tokens comes at 10 s, and a turn of 1
+    token takes until 11 s. Of the 2 + 3 tokens known at the end of the first turn, 4 had KV: computed again if lost."""
+    trace = TraceWriter()
+    listener = trace.listener("run")
+    engine = SimulatedEngine(lengths=scripted({"a": Length(9, turns=(3, 1))}), listener=listener)
+    a = sample("a", 2, multi_turn=True, max_tokens=20)
+    engine.add([a])
+    engine.step()
+    if not with_kv:
+        a.snapshot = None
+    engine.clock.advance_to(10.0)
+    a.append_observation([7] * 5)
+    listener(Event("observe", 3.0, 7.0, sample="a", group="a", num_tokens=5))
+    engine.add([a])
+    assert engine.step().turns == [a]
+    frame = trace.frame()
+    held = [(row.start, row.end, row.outcome) for row in analysis.intervals(frame).itertuples()]
+    assert held == [(0.0, 3.0, "park"), (10.0, 11.0, "park")]
+    assert analysis.summary(frame)["run"]["tokens_reprefilled"] == (0 if with_kv else 4)
