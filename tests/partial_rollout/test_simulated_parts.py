@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from longtail.partial_rollout.engines.simulated import (
     scripted,
 )
 from longtail.partial_rollout.engines.simulated.records import Column
-from longtail.partial_rollout.strategies import Sync
+from longtail.partial_rollout.strategies import Sync, TokenBudget
 from longtail.sample import OBSERVATION
 
 
@@ -134,6 +135,31 @@ def test_a_cost_of_ones_own_is_summed() -> None:
     engine, _ = simulated({"a": 4}, cost=Squares())
     engine.add([sample("a")])
     assert drain(engine) == [(3**2 + 4**2 + 5**2 + 6**2, ["a"])]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_cost_that_is_no_duration_is_refused(seconds: float) -> None:
+    class Wrong(StepSeconds):
+        def seconds(self, num_seqs: int, query_tokens: int, context_tokens: int) -> float:
+            return 1.0 if context_tokens < 5 else seconds
+
+    engine, _ = simulated({"a": 9}, cost=Wrong())
+    a = sample("a")
+    engine.add([a])
+    with pytest.raises(ValueError, match="^cost: "):
+        engine.step(horizon=1), engine.step(horizon=1), engine.step(horizon=1)
+    engine.check_integrity()
+    assert (engine.now(), len(a.output_ids)) == (2.0, 2)
+
+
+def test_the_clock_follows_what_a_pause_and_an_update_take() -> None:
+    engine, _ = simulated({"a": 9}, save_seconds=0.5, update_seconds=4.0)
+    engine.add([sample("a")])
+    engine.step(horizon=2)
+    engine.pause()  # 3 + 2 - 1 tokens
+    assert engine.clock.now() == engine.now() == 4.0
+    engine.update_weights({}, 1)
+    assert engine.clock.now() == engine.now() == 8.0
 
 
 @pytest.mark.parametrize(
@@ -348,3 +374,28 @@ def test_a_parked_sample_gives_its_slot_back(with_kv: bool) -> None:
     held = [(row.start, row.end, row.outcome) for row in analysis.intervals(frame).itertuples()]
     assert held == [(0.0, 3.0, "park"), (10.0, 11.0, "park")]
     assert analysis.summary(frame)["run"]["tokens_reprefilled"] == (0 if with_kv else 4)
+
+
+def test_a_store_keeps_columns(tmp_path: Path) -> None:
+    """A rollout over several iterations, opened anew in between; samples as one engine makes them at once."""
+    lengths = log_normal(30.0, 1.0, longest=200)
+    params = SamplingParams(n=4, max_tokens=100)
+    plain = SimulatedEngine(lengths=lengths)
+    expected = [s for i in range(6) for s in Group.from_prompt(f"g{i}", [1, 2, 3], params).samples]
+    plain.add(expected)
+    drain(plain)
+    got: dict[str, Any] = {}
+    for iteration in range(100):
+        engine = SimulatedEngine(slots=5, lengths=lengths, materialise=False, version=iteration)
+        with Rollout(engine, strategy=TokenBudget(150), store=tmp_path) as rollout:
+            if iteration == 0:
+                rollout.submit([[1, 2, 3]] * 6, params)
+            got |= {s.id: s for group in rollout.collect() for s in group.samples}
+            rollout.store.check_integrity()
+            if not len(rollout.store):
+                break
+    assert iteration > 2 and len(got) == len(expected)
+    for s in expected:
+        assert (got[s.id].output_ids, got[s.id].logprobs) == (s.output_ids, s.logprobs)
+        got[s.id].check_integrity()
+    assert any(len(s.segments) > 1 for s in got.values())

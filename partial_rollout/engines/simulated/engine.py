@@ -158,7 +158,7 @@ class SimulatedEngine:
             try:
                 self._run(out, horizon, until)
             finally:
-                self.records.catch_up(list(self.scheduler.running.values()))
+                self.records.catch_up()
                 self.clock.ran(self)
             self.faults.end_step()
         out.at_limit = [seq.sample for seq in self._at_limit.values()]
@@ -168,7 +168,9 @@ class SimulatedEngine:
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
         with self._journal.telling():
             ids = list(self._sequences if sample_ids is None else dict.fromkeys(sample_ids))
-            return [self._take_out(seq, "pause", snapshot) for seq in [self._get(i) for i in ids]]
+            paused = [self._take_out(seq, "pause", snapshot) for seq in [self._get(i) for i in ids]]
+            self.clock.ran(self)
+            return paused
 
     def abort(self, sample_ids: Iterable[str], *, reason: FinishReason = "aborted") -> list[Sample]:
         with self._journal.telling():
@@ -200,6 +202,7 @@ class SimulatedEngine:
                     self.scheduler.give_way(seq)
             self.scheduler.reconsider()
             self._journal.add("update", start, self.now(), value=version)
+            self.clock.ran(self)
 
     def stats(self) -> EngineStats:
         """A block is a token; without `kv_tokens` there are none."""
@@ -220,7 +223,8 @@ class SimulatedEngine:
     # -- beyond the protocol ------------------------------------------------------------------------------------------
 
     def fail(self, sample_id: str, failure: str = "ordered to fail", *, after: int = 0) -> None:
-        """The sample fails when it has this many more output tokens and the next is due, unless it ends before."""
+        """The sample fails when it has this many more output tokens and the next is due, unless it ends or leaves
+        before."""
         seq = self._get(sample_id)
         if isinstance(after, bool) or not isinstance(after, int) or after < 0:
             raise ValueError(f"after must be an integer of at least 0 output tokens, not {after!r}")
