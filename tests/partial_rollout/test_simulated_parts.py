@@ -146,7 +146,7 @@ def test_a_cost_that_is_no_duration_is_refused(seconds: float) -> None:
     engine, _ = simulated({"a": 9}, cost=Wrong())
     a = sample("a")
     engine.add([a])
-    with pytest.raises(ValueError, match="^cost: "):
+    with pytest.raises(ValueError, match=r"^cost: "):
         engine.step(horizon=1), engine.step(horizon=1), engine.step(horizon=1)
     engine.check_integrity()
     assert (engine.now(), len(a.output_ids)) == (2.0, 2)

@@ -288,8 +288,10 @@ class SimulatedEngine:
     def _mixed(self, out: StepOutput) -> None:
         """One pass as the scheduler has it: decodes, chunks of prefills, admissions."""
         scheduler = self.scheduler
-        while not (chunks := scheduler.schedule()) and not scheduler.running:
-            pass  # all have given way
+        chunks = scheduler.schedule()
+        if not scheduler.running:  # all have given way
+            chunks = scheduler.schedule()
+            assert chunks, "nobody can be admitted into empty memory"
         n, decoded = scheduler.num_decoding, scheduler.num_decoding_tokens
         prefill = sum(chunk.num_tokens for chunk in chunks)
         last = [chunk for chunk in chunks if chunk.seq.computed + chunk.num_tokens == chunk.seq.known]
