@@ -8,7 +8,7 @@ start of the run. The words (DESIGN.md section 2):
   iteration; a run's tail time is the sum over its iterations.
 - *bubble*: slot-seconds without a sequence. An iteration generates from its first admission to its last release; all
   its slot-seconds are that time x the engine's slots.
-- *occupied*: a slot belongs to a sample from `admit` to the next `pause`, `preempt` or `finish` of the sample.
+- *occupied*: a slot belongs to a sample from `admit` to its next `pause`, `park`, `preempt` or `finish`.
 - *trained*: handed over, in complete groups. *Pending*: generated, kept, not handed over when the run ends.
 """
 
@@ -37,7 +37,7 @@ _PART_OF_KIND = {
     "wait": "wait",
     "train": "train",
 }
-_RELEASES = ("pause", "preempt", "finish")
+_RELEASES = ("pause", "park", "preempt", "finish")
 _COMPARED = (
     "wall_seconds",
     "tokens_per_second",
@@ -87,7 +87,7 @@ def runs(df: pd.DataFrame) -> pd.DataFrame:
 def intervals(df: pd.DataFrame) -> pd.DataFrame:
     """Slot occupancy: run, sample, start, end, slot, outcome.
 
-    Outcome is the release: finish, length (a finish at the cap), pause, preempt, or open (still held when the run
+    Outcome is the release: finish, length (a finish at the cap), pause, park, preempt, or open (still held when the run
     ended). A trace does not name slots: each interval takes the lowest one free at its start, so the numbers are a
     drawing aid; how many are taken at any moment is exact. Raises TraceError if a sample is admitted twice at once.
     """
@@ -439,19 +439,24 @@ def _tokens(run: _Run, trained: int) -> dict[str, int]:
 def _reprefilled(run: _Run) -> int:
     """Tokens computed a second time: at each admission after a release, what had been computed less what comes with it.
 
-    Computed at a preemption: the event says it. At a pause with output: all known tokens but the last, which no step
-    has read yet. At a pause before the first token: taken as none.
+    Computed at a preemption: the event says it. At the end of a turn, or a pause with output: all tokens known then but
+    the last, which no step has read yet; what an environment answered since is new. At a pause before the first token:
+    taken as none.
     """
     left: dict[str, Any] = {}
+    observed: dict[str, int] = {}
     again = 0
-    for event in run.of("admit", "pause", "preempt"):
+    for event in run.of("admit", "pause", "park", "preempt", "observe"):
+        if event.kind == "observe":
+            observed[event.sample] = event.num_tokens
+            continue
         if event.kind != "admit":
             left[event.sample] = event
             continue
-        release = left.pop(event.sample, None)
+        release, answer = left.pop(event.sample, None), observed.pop(event.sample, 0)
         if release is None or (release.kind == "pause" and release.num_tokens == 0):
             continue
-        computed = release.num_tokens if release.kind == "preempt" else int(event.value) - 1
+        computed = release.num_tokens if release.kind == "preempt" else int(event.value) - answer - 1
         again += max(0, computed - event.num_tokens)
     return again
 

@@ -33,6 +33,7 @@ OUTCOMES = {
     "finish": ("finished", "#0072B2"),
     "length": ("finished at the cap", "#D55E00"),
     "pause": ("paused, continued later", "#E69F00"),
+    "park": ("turn ended, waits for its environment", "#009E73"),
     "preempt": ("preempted", "#CC79A7"),
     "open": ("cut off", "#999999"),
 }

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 FORMAT = "longtail-trace"
-VERSION = 2
+VERSION = 3
 FIELDS = tuple(field.name for field in dataclasses.fields(Event))
 _KEY_FORMAT, _KEY_VERSION, _KEY_META = b"longtail.format", b"longtail.version", b"longtail.meta"
 _READ_COLUMNS = ("run", *FIELDS)

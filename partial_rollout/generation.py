@@ -143,7 +143,8 @@ class Generation:
     def advance(self) -> bool:
         """-> False if nothing more can happen by itself."""
         state = self.state
-        self._collect_background()
+        if self._collect_background():
+            return True  # it may be enough, before anything is admitted or waited for
         self._admit()
         if not state.running:
             if len(self.workers):
@@ -332,14 +333,17 @@ class Generation:
 
     # -- graders and environments -------------------------------------------------------------------------------------
 
-    def _collect_background(self) -> None:
+    def _collect_background(self) -> bool:
+        """-> whether there was something."""
         self.workers.poll()
+        brought = False
         while (found := self.workers.next()) is not None:
-            sample, result = found
+            (sample, result), brought = found, True
             if isinstance(result, Grade):
                 self._graded(sample, result)
             else:
                 self._answered(sample, result)
+        return brought
 
     def _wait(self) -> None:
         """Nothing runs: waits for what graders and environments do."""

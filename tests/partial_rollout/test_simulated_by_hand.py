@@ -142,6 +142,27 @@ def test_a_groups_prompt_is_computed_once() -> None:
     assert drain(engine) == [(2.0, ["a", "b", "c"])]
 
 
+def test_a_groups_prompt_is_held_once() -> None:
+    """KV of 10 tokens; a prompt of 5, two samples of 3 tokens. Unshared, the second would need 5 where 4 are left.
+
+    pass   a (KV)   b (KV, beside 4 of the prompt)   used
+    1      1 (5)                                     5
+    2      2 (6)    1 (1)                            7
+    3      3 (7)    2 (2)                            9: a ends, and b keeps the prompt
+    4               3                                4 + 3
+    """
+    engine, events = simulated({"a": 3, "b": 3}, slots=2, kv_tokens=10)
+    engine.add([sample(name, 5, group="g") for name in "ab"])
+    free = []
+    while engine.has_work:
+        engine.step(until=engine.now())
+        engine.check_integrity()
+        free.append(engine.stats().num_free_blocks)
+    assert free == [10 - 5, 10 - 7, 10 - 6, 10]
+    assert times(events, "admit") == [("admit", 0.0, "a"), ("admit", 1.0, "b")]
+    assert times(events, "preempt", "finish") == [("finish", 3.0, "a"), ("finish", 4.0, "b")]
+
+
 @MODES
 def test_limits_and_pauses(materialise: bool) -> None:
     """A prompt of 3, 10 tokens in all. Saving takes 0.5 s a token, restoring 0.25 s.

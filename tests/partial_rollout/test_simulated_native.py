@@ -46,7 +46,8 @@ def live(engine: Any, samples: list[Sample], seed: int, weights: Callable[[int],
     rng = random.Random(seed)
     events: list[Event] = []
     engine.listener = events.append
-    outside, seen = list(samples), []
+    outside = list(samples)
+    seen: list[Any] = []
     while outside or engine.has_work:
         inside = [s for s in samples if s not in outside and not s.is_done]
         for sample in list(outside):
@@ -128,7 +129,9 @@ class CountingKV:
 
 def native_schedule(samples: list[Sample], capacity: int, slots: int, rows: int, snapshots: bool) -> list[Any]:
     """Each pass's admissions, preemptions, rows and ends, by the native scheduler."""
-    kv, log, saved = CountingKV(capacity), [], {}
+    kv = CountingKV(capacity)
+    log: list[Any] = []
+    saved: dict[Sequence, int] = {}
 
     def attach(seq: Sequence) -> bool:
         seq.num_computed_tokens = saved.get(seq, 0)

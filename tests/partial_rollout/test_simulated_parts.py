@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.partial_rollout.simulated_helpers import drain, sample, simulated
 
-from longtail import Group, Rollout, SamplingParams
+from longtail import Event, Group, Rollout, SamplingParams
 from longtail.bench import analysis
 from longtail.bench.trace import TraceWriter
 from longtail.partial_rollout.engine import Engine
@@ -25,7 +26,7 @@ from longtail.partial_rollout.engines.simulated import (
     scripted,
 )
 from longtail.partial_rollout.engines.simulated.records import Column
-from longtail.partial_rollout.strategies import Sync
+from longtail.partial_rollout.strategies import Sync, TokenBudget
 from longtail.sample import OBSERVATION
 
 
@@ -134,6 +135,31 @@ def test_a_cost_of_ones_own_is_summed() -> None:
     engine, _ = simulated({"a": 4}, cost=Squares())
     engine.add([sample("a")])
     assert drain(engine) == [(3**2 + 4**2 + 5**2 + 6**2, ["a"])]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_cost_that_is_no_duration_is_refused(seconds: float) -> None:
+    class Wrong(StepSeconds):
+        def seconds(self, num_seqs: int, query_tokens: int, context_tokens: int) -> float:
+            return 1.0 if context_tokens < 5 else seconds
+
+    engine, _ = simulated({"a": 9}, cost=Wrong())
+    a = sample("a")
+    engine.add([a])
+    with pytest.raises(ValueError, match=r"^cost: "):
+        engine.step(horizon=1), engine.step(horizon=1), engine.step(horizon=1)
+    engine.check_integrity()
+    assert (engine.now(), len(a.output_ids)) == (2.0, 2)
+
+
+def test_the_clock_follows_what_a_pause_and_an_update_take() -> None:
+    engine, _ = simulated({"a": 9}, save_seconds=0.5, update_seconds=4.0)
+    engine.add([sample("a")])
+    engine.step(horizon=2)
+    engine.pause()  # 3 + 2 - 1 tokens
+    assert engine.clock.now() == engine.now() == 4.0
+    engine.update_weights({}, 1)
+    assert engine.clock.now() == engine.now() == 8.0
 
 
 @pytest.mark.parametrize(
@@ -325,3 +351,51 @@ def test_what_a_trace_says_does_not_depend_on_the_leaps(leap: bool) -> None:
     assert numbers["breakdown"]["prefill"] == pytest.approx(1.8)
     assert numbers["breakdown"]["decode"] == pytest.approx(8.2)
     assert numbers["breakdown"]["idle"] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("with_kv", [True, False])
+def test_a_parked_sample_gives_its_slot_back(with_kv: bool) -> None:
+    """A prompt of 2, a turn of 3 tokens: in a slot until 3 s; the answer of 5 tokens comes at 10 s, and a turn of 1
+    token takes until 11 s. Of the 2 + 3 tokens known at the end of the first turn, 4 had KV: computed again if lost."""
+    trace = TraceWriter()
+    listener = trace.listener("run")
+    engine = SimulatedEngine(lengths=scripted({"a": Length(9, turns=(3, 1))}), listener=listener)
+    a = sample("a", 2, multi_turn=True, max_tokens=20)
+    engine.add([a])
+    engine.step()
+    if not with_kv:
+        a.snapshot = None
+    engine.clock.advance_to(10.0)
+    a.append_observation([7] * 5)
+    listener(Event("observe", 3.0, 7.0, sample="a", group="a", num_tokens=5))
+    engine.add([a])
+    assert engine.step().turns == [a]
+    frame = trace.frame()
+    held = [(row.start, row.end, row.outcome) for row in analysis.intervals(frame).itertuples()]
+    assert held == [(0.0, 3.0, "park"), (10.0, 11.0, "park")]
+    assert analysis.summary(frame)["run"]["tokens_reprefilled"] == (0 if with_kv else 4)
+
+
+def test_a_store_keeps_columns(tmp_path: Path) -> None:
+    """A rollout over several iterations, opened anew in between; samples as one engine makes them at once."""
+    lengths = log_normal(30.0, 1.0, longest=200)
+    params = SamplingParams(n=4, max_tokens=100)
+    plain = SimulatedEngine(lengths=lengths)
+    expected = [s for i in range(6) for s in Group.from_prompt(f"g{i}", [1, 2, 3], params).samples]
+    plain.add(expected)
+    drain(plain)
+    got: dict[str, Any] = {}
+    for iteration in range(100):
+        engine = SimulatedEngine(slots=5, lengths=lengths, materialise=False, version=iteration)
+        with Rollout(engine, strategy=TokenBudget(150), store=tmp_path) as rollout:
+            if iteration == 0:
+                rollout.submit([[1, 2, 3]] * 6, params)
+            got |= {s.id: s for group in rollout.collect() for s in group.samples}
+            rollout.store.check_integrity()
+            if not len(rollout.store):
+                break
+    assert iteration > 2 and len(got) == len(expected)
+    for s in expected:
+        assert (got[s.id].output_ids, got[s.id].logprobs) == (s.output_ids, s.logprobs)
+        got[s.id].check_integrity()
+    assert any(len(s.segments) > 1 for s in got.values())

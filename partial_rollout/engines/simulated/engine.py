@@ -11,18 +11,17 @@ what it costs grows with what happens, not with the tokens or with the sequences
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
-from longtail.events import Event, EventKind, Listener, ignore
+from longtail.events import Listener, ignore
 from longtail.partial_rollout.engine import EngineStats, StepOutput
 from longtail.partial_rollout.engines.simulated.checks import check_limit, check_sample
 from longtail.partial_rollout.engines.simulated.clock import VirtualClock
 from longtail.partial_rollout.engines.simulated.config import SimulatedConfig
 from longtail.partial_rollout.engines.simulated.cost import LinearCost, StepSeconds, total_context
 from longtail.partial_rollout.engines.simulated.faults import Faults
+from longtail.partial_rollout.engines.simulated.journal import Journal
 from longtail.partial_rollout.engines.simulated.memory import Memory
 from longtail.partial_rollout.engines.simulated.records import Columns, Lists, Records
 from longtail.partial_rollout.engines.simulated.scheduler import Chunk, Scheduler
@@ -32,8 +31,6 @@ from longtail.partial_rollout.engines.simulated.timing import Timing
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
 from longtail.version import PolicyVersion
-
-COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions")
 
 
 class SimulatedEngine:
@@ -64,7 +61,6 @@ class SimulatedEngine:
             raise ValueError(f"version must be an integer of at least 0, not {version!r}")
         self.config = config = SimulatedConfig(**settings)
         self.name = name
-        self.listener = listener
         self.lengths = lengths
         self.clock = VirtualClock() if clock is None else clock
         self.faults = Faults() if faults is None else faults
@@ -83,14 +79,23 @@ class SimulatedEngine:
         """Of these, those whose last observation left no room for output."""
         self._at_limit: dict[str, SimulatedSequence] = {}
         """Of these, those at a limit that the caller has not heard of."""
+        self._ended: list[SimulatedSequence] = []
+        """Of these, those whose turn has ended in the pass in hand."""
         self._new_weights = False
         """Running sequences go on under other weights than those of their last token."""
         self._timing = Timing(self.clock, LinearCost() if cost is None else cost)
-        self._queue: deque[Event] = deque()
-        self._counts = dict.fromkeys(COUNTS, 0)
+        self._journal = Journal(name, listener, self.now)
         self.clock.join(self)
 
     # -- the engine protocol ------------------------------------------------------------------------------------------
+
+    @property
+    def listener(self) -> Listener:
+        return self._journal.listener
+
+    @listener.setter
+    def listener(self, listener: Listener) -> None:
+        self._journal.listener = listener
 
     @property
     def version(self) -> PolicyVersion:
@@ -149,11 +154,11 @@ class SimulatedEngine:
         If it raises, samples keep what they had, and the next step continues from there."""
         self.faults.begin_step()
         out = StepOutput(self._version)
-        with self._events():
+        with self._journal.telling():
             try:
                 self._run(out, horizon, until)
             finally:
-                self.records.catch_up(list(self.scheduler.running.values()))
+                self.records.catch_up()
                 self.clock.ran(self)
             self.faults.end_step()
         out.at_limit = [seq.sample for seq in self._at_limit.values()]
@@ -161,23 +166,14 @@ class SimulatedEngine:
         return out
 
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
-        with self._events():
+        with self._journal.telling():
             ids = list(self._sequences if sample_ids is None else dict.fromkeys(sample_ids))
-            paused = []
-            for seq in [self._get(i) for i in ids]:
-                if seq.is_running:
-                    seq.sample.snapshot = self._save(seq) if snapshot else None
-                elif not snapshot:
-                    seq.sample.snapshot = None
-                self._remove(seq)
-                seq.sample.status = "paused"
-                kept = float(seq.sample.snapshot is not None)
-                self._emit("pause", seq, num_tokens=len(seq.sample.output_ids), value=kept)
-                paused.append(seq.sample)
+            paused = [self._take_out(seq, "pause", snapshot) for seq in [self._get(i) for i in ids]]
+            self.clock.ran(self)
             return paused
 
     def abort(self, sample_ids: Iterable[str], *, reason: FinishReason = "aborted") -> list[Sample]:
-        with self._events():
+        with self._journal.telling():
             aborted = []
             for seq in [self._get(i) for i in dict.fromkeys(sample_ids)]:
                 self._finish(seq, reason)
@@ -190,7 +186,7 @@ class SimulatedEngine:
             raise ValueError(f"version must be an integer, not {version!r}")
         if version <= self._version:
             raise ValueError(f"version must be above the current {self._version}, not {version}; versions only grow")
-        with self._events():
+        with self._journal.telling():
             start = self.now()
             self._timing.spend(self.config.update_seconds)
             self._version = PolicyVersion(version)
@@ -205,11 +201,12 @@ class SimulatedEngine:
                     self._back_to_waiting(seq, "weight update")
                     self.scheduler.give_way(seq)
             self.scheduler.reconsider()
-            self._event("update", start, self.now() - start, value=version)
+            self._journal.add("update", start, self.now(), value=version)
+            self.clock.ran(self)
 
     def stats(self) -> EngineStats:
         """A block is a token; without `kv_tokens` there are none."""
-        c, capacity = self._counts, self.config.kv_tokens
+        c, capacity = self._journal.counts, self.config.kv_tokens
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self._sequences) - len(self.scheduler.running),
@@ -226,7 +223,8 @@ class SimulatedEngine:
     # -- beyond the protocol ------------------------------------------------------------------------------------------
 
     def fail(self, sample_id: str, failure: str = "ordered to fail", *, after: int = 0) -> None:
-        """The sample fails when it has this many more output tokens and the next is due, unless it ends before."""
+        """The sample fails when it has this many more output tokens and the next is due, unless it ends or leaves
+        before."""
         seq = self._get(sample_id)
         if isinstance(after, bool) or not isinstance(after, int) or after < 0:
             raise ValueError(f"after must be an integer of at least 0 output tokens, not {after!r}")
@@ -280,16 +278,20 @@ class SimulatedEngine:
         """Passes that are alike: `most` of them, or as many as get to `until`."""
         scheduler = self.scheduler
         n, context = len(scheduler.running), scheduler.num_decoding_tokens
-        count, start, end = self._timing.decode(n, context, scheduler.passes.count, most, until)
-        scheduler.passes.count += count
-        made = n * count - self._settle(scheduler.due(), out)
-        self._passed(out, (start, end), count, n, n * count, 0, total_context(n, context, count), made)
+        passes, *span = self._timing.decode(n, context, scheduler.passes.count, most, until)
+        scheduler.passes.count += passes
+        rows = n * passes
+        made = rows - self._settle(scheduler.due(), out)
+        context = total_context(n, context, passes)
+        self._passed(out, (span[0], span[1]), n, made, passes=passes, rows=rows, prefill=0, context=context)
 
     def _mixed(self, out: StepOutput) -> None:
         """One pass as the scheduler has it: decodes, chunks of prefills, admissions."""
         scheduler = self.scheduler
-        while not (chunks := scheduler.schedule()) and not scheduler.running:
-            pass  # all have given way
+        chunks = scheduler.schedule()
+        if not scheduler.running:  # all have given way
+            chunks = scheduler.schedule()
+            assert chunks, "nobody can be admitted into empty memory"
         n, decoded = scheduler.num_decoding, scheduler.num_decoding_tokens
         prefill = sum(chunk.num_tokens for chunk in chunks)
         last = [chunk for chunk in chunks if chunk.seq.computed + chunk.num_tokens == chunk.seq.known]
@@ -301,37 +303,18 @@ class SimulatedEngine:
         for chunk in chunks:
             failed += self._computed(chunk, out)
         made = n + len(last) - failed
-        self._passed(out, span, 1, n + len(chunks), n + prefill, prefill - resumed, context, made)
+        rows = n + prefill
+        prefill -= resumed
+        self._passed(out, span, n + len(chunks), made, passes=1, rows=rows, prefill=prefill, context=context)
 
-    def _passed(
-        self,
-        out: StepOutput,
-        span: tuple[float, float],
-        passes: int,
-        num_seqs: int,
-        rows: int,
-        prefill: int,
-        context: int,
-        made: int,
-    ) -> None:
-        """span: start and end."""
-        start, end = span
+    def _passed(self, out: StepOutput, span: tuple[float, float], num_seqs: int, made: int, **counts: int) -> None:
+        """counts: as the journal's."""
         out.num_output_tokens += made
         out.num_seqs = num_seqs
-        self._counts["steps"] += passes
-        self._counts["output"] += made
-        self._event(
-            "step",
-            start,
-            end - start,
-            num_passes=passes,
-            num_seqs=num_seqs,
-            num_tokens=rows,
-            num_prefill_tokens=prefill,
-            num_context_tokens=context,
-            num_output_tokens=made,
-            model_seconds=end - start,
-        )
+        self._journal.passed(span, num_seqs=num_seqs, made=made, **counts)
+        ended, self._ended = self._ended, []
+        for seq in ended:
+            out.turns.append(self._take_out(seq, "park", snapshot=True))
 
     def _computed(self, chunk: Chunk, out: StepOutput) -> int:
         """A chunk has been computed. -> failures."""
@@ -343,7 +326,7 @@ class SimulatedEngine:
             self.records.begin(seq, length - 1, self._version)
             if seq.sample.timings.first_token is None:
                 seq.sample.timings.first_token = self.now()
-                self._emit("first_token", seq)
+                self._journal.emit("first_token", seq.sample)
         if seq.next_emission <= length:
             return self._settle([seq], out)
         self.scheduler.plan(seq)
@@ -359,8 +342,7 @@ class SimulatedEngine:
                 self._at_limit[seq.sample.id] = seq
                 self.scheduler.plan(seq)
             elif ending.kind == "turn":
-                self._park(seq)
-                out.turns.append(seq.sample)
+                self._ended.append(seq)  # it is parked when the pass is done with
             else:
                 self._finish(seq, ending.reason, ending)
                 failures += ending.kind == "failure"
@@ -396,33 +378,32 @@ class SimulatedEngine:
             detail = "" if seq.refused is None else f"refused: {seq.refused}"
             start = self.now()
             self._timing.spend(self.config.restore_seconds * seq.num_restored_tokens)
-            took = self.now() - start
-            self._emit("restore", seq, start, duration=took, num_tokens=seq.num_restored_tokens, detail=detail)
+            self._journal.emit("restore", sample, start, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
         if seq.num_output_tokens:
-            self._counts["recomputed"] += seq.known - 1 - seq.computed
-        self._counts["cached"] += seq.num_cached_tokens
-        self._counts["restored"] += seq.num_restored_tokens
+            self._journal.counts["recomputed"] += seq.known - 1 - seq.computed
+        self._journal.counts["cached"] += seq.num_cached_tokens
+        self._journal.counts["restored"] += seq.num_restored_tokens
         seq.admitted_at = self.now()
         sample.status = "running"
         if sample.timings.submitted is None:
             sample.timings.submitted = seq.admitted_at
-        self._emit("admit", seq, num_tokens=seq.computed, value=seq.known)
+        self._journal.emit("admit", seq.sample, num_tokens=seq.computed, value=seq.known)
 
     def _preempt(self, seq: SimulatedSequence) -> None:
-        self._counts["preemptions"] += 1
+        self._journal.counts["preemptions"] += 1
         seq.sample.snapshot = self._save(seq) if self.config.preemption == "snapshot" else None
         self._back_to_waiting(seq, "out of blocks")
 
     def _back_to_waiting(self, seq: SimulatedSequence, cause: str) -> None:
         self._leave_slot(seq, seq.num_output_tokens)
-        self._emit("preempt", seq, num_tokens=seq.num_computed_tokens, detail=cause)
+        self._journal.emit("preempt", seq.sample, num_tokens=seq.num_computed_tokens, detail=cause)
         seq.sample.status = "waiting"
 
     def _save(self, seq: SimulatedSequence) -> SimulatedSnapshot | None:
         start, n = self.now(), seq.num_computed_tokens
         self._timing.spend(self.config.save_seconds * n)
-        self._emit("save", seq, start, duration=self.now() - start, num_tokens=n)
+        self._journal.emit("save", seq.sample, start, num_tokens=n)
         return SimulatedSnapshot(n, seq.kv_version, n * self.config.bytes_per_token) if n else None
 
     def _leave_slot(self, seq: SimulatedSequence, length: int) -> None:
@@ -449,15 +430,21 @@ class SimulatedEngine:
         sample.failure = ending.failure if failed and ending is not None else None
         sample.snapshot = None
         sample.timings.finished = self.now()
-        self._emit("finish", seq, num_tokens=len(sample.output_ids), detail=reason)
+        self._journal.emit("finish", seq.sample, num_tokens=len(sample.output_ids), detail=reason)
 
-    def _park(self, seq: SimulatedSequence) -> None:
-        seq.sample.snapshot = self._save(seq)
+    def _take_out(self, seq: SimulatedSequence, kind: Literal["pause", "park"], snapshot: bool) -> Sample:
+        """Unfinished, with its KV or without."""
+        sample = seq.sample
+        if seq.is_running:
+            sample.snapshot = self._save(seq) if snapshot else None
+        elif not snapshot:
+            sample.snapshot = None
         self._remove(seq)
-        seq.sample.status = "paused"
-        seq.sample.turn_ended = True
-        kept = float(seq.sample.snapshot is not None)
-        self._emit("park", seq, num_tokens=len(seq.sample.output_ids), value=kept)
+        sample.status = "paused"
+        sample.turn_ended = kind == "park"
+        kept = float(sample.snapshot is not None)
+        self._journal.emit(kind, sample, num_tokens=len(sample.output_ids), value=kept)
+        return sample
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
@@ -470,30 +457,3 @@ class SimulatedEngine:
         if sample.id in self._sequences:
             raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
         return check_sample(sample, self.lengths, self.config, self._version)
-
-    def _event(self, kind: EventKind, time: float, duration: float = 0.0, **fields: Any) -> None:
-        if self.listener is not ignore:
-            self._queue.append(Event(kind, time, duration, self.name, **fields))
-
-    def _emit(self, kind: EventKind, seq: SimulatedSequence, time: float | None = None, **fields: Any) -> None:
-        if self.listener is not ignore:
-            at = self.now() if time is None else time
-            sample = seq.sample
-            self._queue.append(Event(kind, at, engine=self.name, sample=sample.id, group=sample.group_id, **fields))
-
-    @contextlib.contextmanager
-    def _events(self) -> Iterator[None]:
-        """The listener hears of a call's events when its work is done, so that it cannot leave it half done by raising.
-        It hears of every event; the first error is raised in the end."""
-        failure: BaseException | None = None
-        try:
-            yield
-        except BaseException as error:
-            failure = error
-        while self._queue:
-            try:
-                self.listener(self._queue.popleft())
-            except BaseException as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure

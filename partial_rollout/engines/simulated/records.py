@@ -28,8 +28,8 @@ class Records(Protocol):
         """Its output has this length, and does not grow for now."""
         ...
 
-    def catch_up(self, running: list[SimulatedSequence]) -> None:
-        """Somebody may look at these now."""
+    def catch_up(self) -> None:
+        """Somebody may look at the running samples now."""
         ...
 
 
@@ -48,14 +48,15 @@ class Lists:
         if version is not None:
             self._write(seq, length, version)
 
-    def catch_up(self, running: list[SimulatedSequence]) -> None:
+    def catch_up(self) -> None:
         for seq, version in self._versions.items():
             self._write(seq, seq.num_output_tokens, version)
 
     def _write(self, seq: SimulatedSequence, length: int, version: PolicyVersion) -> None:
         sample, start = seq.sample, len(seq.sample.output_ids)
-        tokens = script.token_ids(sample.seed, start, length, self.vocab_size)
-        sample.extend(tokens, script.logprobs(sample.seed, start, length), version, self.engine, seq.kv)
+        if start < length:
+            tokens, logprobs = script.both(sample.seed, start, length, self.vocab_size)
+            sample.extend(tokens, logprobs, version, self.engine, seq.kv)
 
 
 class Columns:
@@ -87,7 +88,7 @@ class Columns:
             for column in _columns(seq.sample):
                 column.grows_with, column.size = None, length
 
-    def catch_up(self, running: list[SimulatedSequence]) -> None:
+    def catch_up(self) -> None:
         pass
 
 

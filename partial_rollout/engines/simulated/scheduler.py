@@ -229,7 +229,6 @@ class Scheduler:
             self._prefilled -= seq.computed
         self.memory.leave(seq)
         seq.order = -1
-        seq.stamp += 1
         self._blocked = False
 
     # -- checks -------------------------------------------------------------------------------------------------------

@@ -132,6 +132,12 @@ def logprobs(seed: int, start: int, end: int) -> list[float]:
     return [-(h & 0xFFFF) / 8192 for h in _hashes(seed, start, end)]
 
 
+def both(seed: int, start: int, end: int, vocab_size: int) -> tuple[list[int], list[float]]:
+    """`token_ids` and `logprobs`."""
+    hashes = _hashes(seed, start, end)
+    return [(h >> 20) % vocab_size for h in hashes], [-(h & 0xFFFF) / 8192 for h in hashes]
+
+
 def _hashes(seed: int, start: int, end: int) -> list[int]:
     """Of 44 bits each."""
     states = range(seed + start * _STRIDE, seed + end * _STRIDE, _STRIDE)

@@ -50,7 +50,7 @@ class Timing:
     def mixed(self, num_seqs: int, query_tokens: int, context_tokens: int) -> tuple[float, float]:
         """One pass. -> its start and end."""
         start = self.now()
-        self._at = start + self.cost.seconds(num_seqs, query_tokens, context_tokens)
+        self._at = self._check(start, start + self.cost.seconds(num_seqs, query_tokens, context_tokens))
         return start, self._at
 
     def decode(
@@ -69,5 +69,10 @@ class Timing:
         count = most
         if until is not None and end(most) >= until:
             count = bisect.bisect_left(range(1, most), until, key=end) + 1
-        self._at = stretch.end = end(count)
+        self._at = stretch.end = self._check(start, end(count))
         return count, start, self._at
+
+    def _check(self, start: float, end: float) -> float:
+        if not start <= end < math.inf:
+            raise ValueError(f"cost: {self.cost!r} lets a pass that starts at {start} s end at {end} s")
+        return end
