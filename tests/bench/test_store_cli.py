@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.partial_rollout.store_helpers import FILE, finish, flip, grow, make
+from tests.partial_rollout.store_helpers import FILE, finish, flip, grow, make, observe
 from typer.testing import CliRunner, Result
 
 from longtail import Group, SampleStore, StoreLocked
@@ -137,6 +137,43 @@ def test_gc(directory: Path) -> None:
     with SampleStore(directory) as store:
         assert [d.number for d in store.deliveries(after=1)] == [2] and len(store) == 2
         store.check_integrity()
+
+
+def test_rewind(directory: Path) -> None:
+    """open/0 has 7 tokens of version 1, open/1 is finished with 5 of version 3."""
+    before = (directory / FILE).read_bytes()
+    says = "5 tokens of 1 samples, made by policies newer than 2\n"
+    assert output("rewind", directory, "--version", 2, "--dry-run") == f"would drop {says}"
+    assert (directory / FILE).read_bytes() == before
+    assert output("rewind", directory, "--version", 2) == f"dropped {says}"
+    assert output("verify", directory).startswith(SOUND)
+    found = json.loads(output("show", directory, "open", "--json"))
+    assert [s["tokens"] for s in found["samples"]] == [7, 0, 0]
+    assert [s["status"] for s in found["samples"]] == ["paused", "waiting", "waiting"]
+    assert [s["tokens_cut"] for s in found["samples"]] == [{}, {"stale": 5}, {}]
+    assert json.loads(output("show", directory, "--json"))["stale"] == 300 + 5
+    assert json.loads(output("ls", directory, "--json"))["deliveries"][-1]["tokens"] == 1000  # what left stays
+    assert output("rewind", directory, "--version", 0) == (
+        "dropped 7 tokens of 1 samples, made by policies newer than 0\n"
+    )
+    assert call("rewind", directory).exit_code != 0
+    with SampleStore(directory):
+        assert isinstance(call("rewind", directory, "--version", 0).exception, StoreLocked)
+
+
+def test_observations_have_no_version(tmp_path: Path) -> None:
+    with SampleStore(tmp_path) as store:
+        store.add([make("a")])
+        (sample,) = store.unfinished()
+        sample.multi_turn = True
+        grow(sample, 3, version=2)
+        observe(sample, 4)
+        store.watch([sample])
+        store.commit()
+    (found,) = json.loads(output("ls", tmp_path, "--json"))["open"]
+    assert (found["oldest_version"], found["staleness"], found["tokens"]) == (2, [0, 0], 7)
+    shown = json.loads(output("show", tmp_path, "a/0", "--json"))
+    assert (shown["tokens"], shown["tokens_generated"], shown["turn_ended"]) == (7, 3, False)
 
 
 def test_gc_frees_space(tmp_path: Path) -> None:

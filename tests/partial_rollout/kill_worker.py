@@ -3,7 +3,7 @@
 The engine is built once; each child is a fork of this process, with tiers of its own. A third of the kills come at a
 random time, a third from inside the database (at a random statement, or at a random one after the beginning of a
 hand-over), a third from inside the saved KV: before a random write, flush, rename or removal of a file. Prints a JSON
-line with what was seen.
+line with what was seen. Between collects some samples are cut, so that kills come in cuts too.
 """
 
 from __future__ import annotations
@@ -129,14 +129,21 @@ def work(engine: NativeEngine, directory: Path, log: Path, kill_at: tuple[int, i
             keep(delivery.number, delivery.groups)
         rollout = Rollout(engine, strategy=TokenBudget(60), store=store)
         resumes.left = {s.id for s in store.unfinished() if s.snapshot is not None}
+
+        def collect() -> None:
+            if groups := rollout.collect():
+                keep(store.last_delivery, groups)
+            for sample in store.unfinished():
+                if sample.output_ids and rng.random() < 0.15:
+                    store.cut(sample, rng.randrange(len(sample.output_ids)), "stale")
+
+        rng = random.Random(os.getpid())
         for round_ in range(ROUNDS):
             if f"r{round_}-0" not in store:
                 rollout.submit(groups_of(round_))
-            if groups := rollout.collect():
-                keep(store.last_delivery, groups)
+            collect()
         while len(store):
-            if groups := rollout.collect():
-                keep(store.last_delivery, groups)
+            collect()
 
 
 def check(directory: Path, found: Counter) -> None:
@@ -237,7 +244,9 @@ def main(root: Path, kills: int, seed: int) -> None:
         with SampleStore(directory / "store") as store:
             store.check_integrity()
             tokens = sum(len(s[0]) for g in expected.values() for s in g)
-            assert store.ledger.lines["trained"] == tokens == store.ledger.generated
+            stale = store.ledger.lines["stale"]
+            assert store.ledger.lines["trained"] == tokens == store.ledger.generated - stale
+            found["tokens cut"] += stale
             assert kv_files(directory) == set()
     print(json.dumps(found))
 

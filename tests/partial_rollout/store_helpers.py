@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from longtail import Group, Sample, SamplingParams
+from longtail import Group, Sample, SampleStore, SamplingParams
 from longtail.sample import FinishReason, Segment
 from longtail.version import PolicyVersion
 
@@ -80,3 +80,13 @@ def flip(directory: Path, table: str, column: str, where: str, byte: int = 0, bi
         data[byte] ^= 1 << bit
         new = bytes(data) if isinstance(value, bytes) else data.decode()
         connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (new, rows[0][0]))
+
+
+@contextlib.contextmanager
+def opened(directory: Path | None) -> Iterator[SampleStore]:
+    """Sound at the end."""
+    with SampleStore(directory) as store:
+        yield store
+        store.check_integrity()
+        if directory is not None:
+            assert store._database.check() == []

@@ -34,6 +34,7 @@ def test_two_hundred_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     inside = found["kills inside the database"], found["kills inside saved KV"]
     assert min(*inside, found["kills"] - sum(inside)) >= 40
     assert found["kills in or after a hand-over"] >= 20
+    assert found["tokens cut"] >= 20
     for event in ("samples resumable", "samples finished", "stores with pending tokens", "groups delivered"):
         assert found[event] >= 20, found
     assert min(found["resumed from KV on disk"], found["files found"], found["files removed at opening"]) >= 20

@@ -14,12 +14,12 @@ from longtail.partial_rollout.records import checksum_of
 LAYERS, TOP_K = 2, 3
 
 
-def route(sample: Sample) -> None:
+def route(sample: Sample, shift: int = 0) -> None:
     """Up to the last token but one, as an engine does; rows that depend on the sample and the position."""
     if sample.routed_experts is None:
         sample.routed_experts = RoutedExperts(LAYERS, TOP_K)
     start = positions(sample)
-    rows = np.arange(start, sample.num_tokens - 1)[:, None, None] + 100 * sample.index
+    rows = np.arange(start, sample.num_tokens - 1)[:, None, None] + 100 * sample.index + shift
     sample.routed_experts.extend((rows + np.zeros((1, LAYERS, TOP_K))).astype(np.int16).tobytes())
 
 
@@ -136,3 +136,32 @@ def test_a_store_of_schema_1_gets_the_table(tmp_path: Path) -> None:
         route(sample)
         store.commit()
         assert not store._database.check()
+
+
+def test_a_cut_takes_its_routing_along(tmp_path: Path) -> None:
+    """And what is routed anew behind it is what is read back."""
+    with SampleStore(tmp_path) as store:
+        store.add([make("a")])
+        (sample,) = store.unfinished()
+        for tokens in (3, 4):
+            grow(sample, tokens)
+            route(sample)
+            store.watch([sample])
+            store.commit()
+        sample.status = "paused"
+        store.cut(sample, 2, "stale")
+        assert positions(sample) == 3 + 2 - 1
+        grow(sample, 5)
+        route(sample, 7)
+        store.watch([sample])
+        store.commit()
+        want = sample.routed_experts
+        assert positions(sample) == 3 + 7 - 1
+        assert not store._database.check()
+    with SampleStore(tmp_path) as store:
+        (sample,) = store.unfinished()
+        assert (sample.routed_experts, store.damages) == (want, [])
+        store.cut(sample, 0, "stale")
+    with SampleStore(tmp_path) as store:
+        assert not store._database.check()
+        assert not store._database.query("SELECT * FROM routing")

@@ -4,67 +4,44 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, group, make_model, prompt, run
 from tests.partial_rollout.drafters import NAMES, drafter
-from tests.partial_rollout.test_hybrid import make_model as make_hybrid
-from tests.partial_rollout.test_moe import make_model as make_moe
 from tests.partial_rollout.test_mtp import make_head
-from tests.partial_rollout.test_windows import make_model as make_windowed
-from tests.partial_rollout.turns import STOPS, TURNS, answer, batch, end, play, turn_group, turns_of
+from tests.partial_rollout.turns import (
+    STOPS,
+    TURNS,
+    all_same,
+    answer,
+    batch,
+    end,
+    model_of,
+    play,
+    turn_group,
+    turns_of,
+    undisturbed,
+)
 from transformers import PreTrainedTokenizerFast
 
-from longtail import Event, NativeEngine, Sample
+from longtail import Event, PolicyVersion, Sample
 from longtail.partial_rollout.engines.native.model_drafter import ModelDrafter, SelfDrafter
 from longtail.partial_rollout.engines.native.mtp import MTPDrafter
+from longtail.partial_rollout.engines.native.sampler import check_end
 from longtail.sample import OBSERVATION
 from longtail.spec_decode.controller import FixedLength
 from longtail.spec_decode.suffix_drafter import SuffixDrafter
 
 KINDS = ["llama", "qwen3", "gemma3", "mistral", "qwen3_next", "lfm2", "bamba"]
-HYBRID = ("qwen3_next", "lfm2", "bamba")
-
-
-@functools.cache
-def model_of(kind: str) -> Any:
-    if kind in HYBRID:
-        return make_hybrid(kind)
-    if kind in ("gemma3", "mistral"):
-        return make_windowed(kind)
-    return make_moe(kind) if kind == "qwen3_moe" else make_model(kind)
 
 
 @pytest.fixture(scope="module")
 def expected(make_engine: EngineMaker) -> Any:
-    """By kind of model, samples whose KV was dropped wherever a turn ended and computed again from the first token on:
-    one at a time, without a prefix cache."""
-
-    @functools.cache
-    def of(kind: str) -> list[Sample]:
-        engine = make_engine(model_of(kind), enable_prefix_caching=False)
-        samples = batch()
-        for sample in samples:
-            play(engine, [sample], between=lambda sample: setattr(sample, "snapshot", None))
-        assert sum(turns_of(s) == TURNS for s in samples) >= len(samples) // 2
-        assert engine.stats().num_restored_tokens == engine.stats().num_cached_tokens == 0
-        return samples
-
-    return of
-
-
-def all_same(got: list[Sample], want: list[Sample]) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert_same(a, b)
-        assert a.versions == b.versions
-        assert [(s.start, s.end) for s in a.segments if s.version == OBSERVATION] == [
-            (s.start, s.end) for s in b.segments if s.version == OBSERVATION
-        ]
+    return functools.partial(undisturbed, make_engine)
 
 
 # ---- exact
@@ -429,102 +406,6 @@ def test_an_update_after_an_interrupted_step(make_engine: EngineMaker) -> None:
     engine.check_integrity()
 
 
-# ---- random lives
-
-actions = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), st.integers(0, 7), st.none()),
-        st.tuples(st.just("step"), st.integers(1, 8), st.none()),
-        st.tuples(st.just("pause"), st.integers(0, 7), st.booleans()),
-        st.tuples(st.just("drop"), st.integers(0, 7), st.none()),
-        st.tuples(st.just("cut"), st.integers(0, 7), st.floats(0, 1)),
-        st.tuples(st.just("forget prefixes"), st.just(0), st.none()),
-    ),
-    max_size=50,
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "drafts"),
-    [
-        ("llama", None),
-        ("llama", "group>ngram"),
-        ("llama", "self"),
-        ("gemma3", "half right"),
-        ("qwen3_next", None),
-        ("qwen3_next", "half right"),
-    ],
-)
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(actions=actions)
-def test_random_lives(
-    make_engine: EngineMaker, expected: Any, kind: str, drafts: str | None, actions: list[tuple[str, int, Any]]
-) -> None:
-    """Added, stepped, paused, cut anywhere, their KV dropped: with the same weights they end as if undisturbed."""
-    want = expected(kind)
-    engine = engine_of(make_engine, kind, drafts, tuple(want))
-    engine.reset_prefix_cache()
-    samples = batch()
-
-    def step() -> None:
-        for sample in engine.step().turns:
-            if turns_of(sample) == TURNS:
-                end(sample)
-        engine.check_integrity()
-        check_drafter(engine)
-
-    def add(sample: Sample) -> None:
-        if sample.id not in engine._sequences and not sample.is_done:
-            if sample.turn_ended:
-                sample.append_observation(answer(sample))
-            engine.add([sample])
-
-    for action, number, detail in actions:
-        sample = samples[number % len(samples)]
-        outside = sample.id not in engine._sequences
-        if action == "add":
-            add(sample)
-        elif action == "step":
-            for _ in range(number):
-                step()
-        elif action == "pause" and not outside:
-            engine.pause([sample.id], snapshot=detail)
-        elif action == "drop" and outside:
-            sample.snapshot = None
-        elif action == "cut" and outside:
-            length = round(detail * len(sample.output_ids))
-            if not sample.is_done or length < len(sample.output_ids):
-                sample.cut(length)
-        elif action == "forget prefixes":
-            engine.reset_prefix_cache()
-        sample.check_integrity()
-        engine.check_integrity()
-    while any(not s.is_done for s in samples):
-        for sample in samples:
-            add(sample)
-        step()
-    all_same(samples, want)
-    assert engine.stats().num_free_blocks == engine.stats().num_blocks
-    if engine.speculation is not None:
-        assert engine.speculation.failure is None
-
-
-@functools.cache
-def engine_of(make_engine: EngineMaker, kind: str, drafts: str | None, want: tuple[Sample, ...]) -> NativeEngine:
-    engine = make_engine(model_of(kind), max_num_seqs=6, max_num_batched_tokens=24)
-    if drafts is not None:
-        engine.use_drafter("self:0,1" if drafts == "self" else drafter(drafts, want), FixedLength(3))
-    return engine
-
-
-def check_drafter(engine: NativeEngine) -> None:
-    if engine.speculation is not None:
-        one: Any = engine.speculation.drafter
-        for part in getattr(one, "drafters", [one]):
-            if hasattr(part, "check_integrity"):
-                part.check_integrity()
-
-
 def test_the_yardstick(make_engine: EngineMaker, expected: Any) -> None:
     """Stops are met, turns end at many places of a block, and observations differ."""
     samples = expected("llama")
@@ -536,3 +417,26 @@ def test_the_yardstick(make_engine: EngineMaker, expected: Any) -> None:
     lengths = {len(i) for s in samples for i in s.segments if i.version == OBSERVATION}
     assert min(lengths) < 4
     assert max(lengths) > 16
+
+
+def spelled(ids: Sequence[int]) -> str:
+    return "".join("x" if token == 70 else "." for token in ids)
+
+
+def test_what_an_environment_wrote_ends_nothing() -> None:
+    """EOS, a stop id and a stop string at its end; written by the policy they do."""
+    ends: list[tuple[dict[str, Any], int]] = [
+        ({"ignore_eos": False}, 2),
+        ({"stop_token_ids": [9]}, 9),
+        ({"stop": ["x"]}, 70),
+    ]
+    for params, token in ends:
+        sample = turn_group("a", prompt(9), **({"stop_token_ids": ()} | params)).samples[0]
+        sample.extend([70, 71], [-1.0, -1.0], PolicyVersion(0), "native", "computed")
+        sample.status, sample.turn_ended = "paused", True
+        sample.append_observation([80, token])
+        assert check_end(sample, (2,), 256, spelled) is None
+        sample.append(token, -1.0, sample.versions[0], "native", "computed")
+        end_of = check_end(sample, (2,), 256, spelled)
+        assert end_of is not None
+        assert end_of.reason == "stop"

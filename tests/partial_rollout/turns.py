@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tests.partial_rollout.conftest import VOCAB, group, prompt
+from tests.partial_rollout.conftest import VOCAB, EngineMaker, assert_same, group, make_model, prompt
+from tests.partial_rollout.test_hybrid import make_model as make_hybrid
+from tests.partial_rollout.test_moe import make_model as make_moe
+from tests.partial_rollout.test_windows import make_model as make_windowed
 
 from longtail import Group, NativeEngine, Sample
 from longtail.sample import OBSERVATION
@@ -77,3 +81,37 @@ def play(
 def end(sample: Sample) -> None:
     """What a rollout does when the environment is done."""
     sample.status, sample.finish_reason, sample.turn_ended, sample.snapshot = "finished", "stop", False, None
+
+
+HYBRID = ("qwen3_next", "lfm2", "bamba")
+
+
+@functools.cache
+def model_of(kind: str) -> Any:
+    if kind in HYBRID:
+        return make_hybrid(kind)
+    if kind in ("gemma3", "mistral"):
+        return make_windowed(kind)
+    return make_moe(kind) if kind == "qwen3_moe" else make_model(kind)
+
+
+@functools.cache
+def undisturbed(make_engine: EngineMaker, kind: str) -> list[Sample]:
+    """The batch on a kind of model, where the KV was dropped wherever a turn ended and computed again from the first
+    token on: one sample at a time, without a prefix cache."""
+    engine = make_engine(model_of(kind), enable_prefix_caching=False)
+    samples = batch()
+    for sample in samples:
+        play(engine, [sample], between=lambda sample: setattr(sample, "snapshot", None))
+    assert sum(turns_of(s) == TURNS for s in samples) >= len(samples) // 2
+    assert engine.stats().num_restored_tokens == engine.stats().num_cached_tokens == 0
+    return samples
+
+
+def all_same(got: list[Sample], want: list[Sample]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+        assert a.versions == b.versions
+        assert [(s.start, s.end) for s in a.segments if s.version == OBSERVATION] == [
+            (s.start, s.end) for s in b.segments if s.version == OBSERVATION
+        ]

@@ -101,6 +101,41 @@ def test_versions_within_a_sample_are_kept() -> None:
     assert versions.tolist() == [1, 1, 2, 5, 5]
 
 
+def answered(sample: Sample, tokens: list[int]) -> None:
+    """Its environment answers."""
+    sample.status, sample.turn_ended = "paused", True
+    sample.append_observation(tokens)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "in-turns"])
+@pytest.mark.parametrize("make", [group_drafter, ngram_drafter])
+def test_an_observation_is_as_old_as_the_turn_it_answers(make: type, at_once: bool) -> None:
+    """And belongs to the text of its sample: what follows it, and what it follows, is found across its borders."""
+    drafter: SuffixDrafter = make()
+    sample = make_sample("a/0")
+    extend(sample, [10, 11], version=1)
+    extend(sample, [12], version=2)
+    if not at_once:
+        drafter.observe(sample, 3)
+        drafter.forget(sample.id)
+    answered(sample, [20, 21])
+    extend(sample, [13, 14], version=5)
+    if not at_once:
+        drafter.observe(sample, 2)
+        drafter.forget(sample.id)
+    answered(sample, [22])
+    extend(sample, [15], version=5)
+    drafter.observe(sample, 1)
+    drafter.check_integrity()
+    text = drafter._live["a/0"]
+    tokens, versions = text.shared.index.read(text.tail)
+    assert tokens.tolist() == sample.output_ids == [10, 11, 12, 20, 21, 13, 14, 22, 15]
+    assert versions.tolist() == [1, 1, 2, 2, 2, 5, 5, 5, 5]
+    extend(sample, [12, 20], version=5)
+    drafter.observe(sample, 2)
+    assert draft_of(drafter, sample).tokens[:3] == [21, 13, 14]
+
+
 def random_run(drafter: SuffixDrafter, seed: int, steps: int) -> list[Draft]:
     rng = random.Random(seed)
     drafts: list[Draft] = []
@@ -109,10 +144,14 @@ def random_run(drafter: SuffixDrafter, seed: int, steps: int) -> list[Draft]:
     for step in range(steps):
         if len(live) < 6:
             live.append(make_sample(f"s{made}", [rng.randrange(4)] * 5))
+            live[-1].multi_turn = made % 2 == 0
             made += 1
         sample = rng.choice(live)
         drafts.append(draft_of(drafter, sample))
         commit(drafter, sample, [rng.randrange(5) for _ in range(rng.randrange(1, 40))], step // 100)
+        if sample.multi_turn and rng.random() < 0.3:
+            drafter.forget(sample.id)
+            answered(sample, [rng.randrange(5) for _ in range(rng.randrange(1, 40))])
         if rng.random() < 0.1:
             live.remove(sample)
             drafter.forget(sample.id)

@@ -135,6 +135,38 @@ def test_a_sample_that_ends_within_its_draft() -> None:
     assert speculation.total.emitted == 2
 
 
+def test_a_turn_that_ends_within_its_draft() -> None:
+    """What the environment writes then says nothing of the draft."""
+    speculation = knows_costs(Says([1, 2, 3, 4]), 1)
+    sample = make_sample("a")
+    sample.multi_turn = True
+    drafts = speculation.draft([sample], [4])
+    extend(sample, [1, 2])
+    sample.status, sample.turn_ended = "paused", True
+    speculation.done([sample], drafts, [2], [2], 0.01)
+    sample.append_observation([7, 8, 9])
+    extend(sample, [5])
+    speculation.observe(sample, 1)
+    assert speculation.acceptance.by_position() == {"says": [(1, 1), (1, 1)]}
+
+
+def test_a_sample_that_was_cut_elsewhere_is_not_judged_by_what_it_wrote_before() -> None:
+    drafter = Says([1, 2, 3])
+    speculation = knows_costs(drafter, 1)
+    sample = make_sample("a", output=[5, 5, 5])
+    drafts = speculation.draft([sample], [4])
+    extend(sample, [1])
+    speculation.done([sample], drafts, [1], [1], 0.01)  # the rest of the draft is open
+    sample.status = "paused"
+    sample.cut(1)
+    speculation.enter(sample.id)
+    assert drafter.forgotten == ["a"]
+    extend(sample, [5, 5, 9, 9, 9])
+    speculation.observe(sample, 5)
+    assert speculation.acceptance.by_position() == {}
+    assert speculation.forget("a").drafted == 3
+
+
 def test_a_result_that_is_thrown_away_counts_nothing_and_is_judged_when_the_sample_comes_back() -> None:
     drafter = Says([1, 2])
     speculation = knows_costs(drafter, 1)
