@@ -41,8 +41,9 @@ _INSIDE = ("save", "restore", "update")
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Passes of a trace, in order; float64 [n] each. seconds: the pass's own; between: to the next one, NaN where there
-    was no work or something else was measured."""
+    """Step events of a trace, in order; float64 [n] each. One may stand for several passes: the counts and seconds are
+    then those of their mean. seconds: the pass's own; between: to the next event, NaN where there was no work or
+    something else was measured."""
 
     seqs: np.ndarray
     rows: np.ndarray
@@ -50,6 +51,7 @@ class Steps:
     prefill: np.ndarray
     seconds: np.ndarray
     between: np.ndarray
+    passes: np.ndarray
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -95,10 +97,10 @@ def fit(df: pd.DataFrame, *, runs: Sequence[str] | None = None, stalls: str = "k
         "runs": [str(name) for name in df["run"].unique()],
         "stalls": _stalls(steps, step, stalls),
         "form": {"row_multiple": form.row_multiple, "knots": len(form.knots), "prefill_context": form.prefill_context},
-        "in_sample": errors(within, steps.seconds),
-        "cross_validated": errors(predicted, thin.seconds),
+        "in_sample": errors(within * steps.passes, steps.seconds * steps.passes),
+        "cross_validated": errors(predicted * thin.passes, thin.seconds * thin.passes),
         "by_batch": _by_batch(thin, predicted),
-        "drift": _drift(within, steps.seconds),
+        "drift": _drift(within * steps.passes, steps.seconds * steps.passes),
     }
     report["findings"] = _findings(steps, report)
     return CostModel(
@@ -137,7 +139,8 @@ def steps_of(df: pd.DataFrame) -> Steps:
     return steps[good]
 
 
-_STEP_COLUMNS = ("num_seqs", "num_tokens", "num_context_tokens", "num_prefill_tokens")
+_SUMS = ("num_tokens", "num_context_tokens", "num_prefill_tokens")
+"""Over the passes of an event."""
 
 
 def _steps_of_engine(events: pd.DataFrame) -> Steps:
@@ -145,8 +148,11 @@ def _steps_of_engine(events: pd.DataFrame) -> Steps:
     steps = events[is_step]
     start, duration = (steps[name].to_numpy(np.float64) for name in ("time", "duration"))
     own = duration - steps["draft_seconds"].to_numpy(np.float64) - _inside(events, start, start + duration)
-    counts = [steps[name].to_numpy(np.float64) for name in _STEP_COLUMNS]
-    return Steps(*counts, own, _between(events, is_step, start, start + duration))
+    passes = steps["num_passes"].to_numpy(np.float64) if "num_passes" in steps else np.ones(len(steps))
+    passes = np.maximum(passes, 1.0)
+    rows, context, prefill = (steps[name].to_numpy(np.float64) / passes for name in _SUMS)
+    between = _between(events, is_step, start, start + duration)
+    return Steps(steps["num_seqs"].to_numpy(np.float64), rows, context, prefill, own / passes, between, passes)
 
 
 def _inside(events: pd.DataFrame, start: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -241,9 +247,10 @@ def _fit_form(steps: Steps, form: _Form) -> StepModel:
 
 def _scale(steps: Steps, step: StepModel, stalls: str) -> float:
     predicted = step.many(steps.seqs, steps.rows, steps.context)
+    weight = steps.passes
     kept = np.ones(len(steps), bool) if stalls == "keep" else steps.seconds <= STALL * predicted
-    total = float(predicted[kept].sum())
-    return float(steps.seconds[kept].sum()) / total if total > 0.0 else 1.0
+    total = float((predicted * weight)[kept].sum())
+    return float((steps.seconds * weight)[kept].sum()) / total if total > 0.0 else 1.0
 
 
 def _choose_form(steps: Steps, stalls: str) -> tuple[_Form, np.ndarray]:
@@ -335,8 +342,9 @@ def _by_batch(steps: Steps, predicted: np.ndarray) -> list[dict[str, Any]]:
         inside = bins == number
         seqs = steps.seqs[inside]
         row = {"from": int(seqs.min()), "to": int(seqs.max()), "steps": int(inside.sum())}
-        row |= {"mean_seconds": float(steps.seconds[inside].mean())}
-        result.append({**row, **errors(predicted[inside], steps.seconds[inside])})
+        passes = steps.passes[inside]
+        row |= {"mean_seconds": float(np.average(steps.seconds[inside], weights=passes))}
+        result.append({**row, **errors(predicted[inside] * passes, steps.seconds[inside] * passes)})
     return result
 
 
@@ -344,8 +352,8 @@ def _stalls(steps: Steps, step: StepModel, stalls: str) -> dict[str, Any]:
     """Steps beyond STALL x the quiet prediction: how many, their excess as a share of all seconds, the worst one's."""
     quiet = step.many(steps.seqs, steps.rows, steps.context) / step.scale
     slow = steps.seconds > STALL * quiet
-    excess = (steps.seconds - quiet)[slow]
-    total = float(steps.seconds.sum())
+    excess = ((steps.seconds - quiet) * steps.passes)[slow]
+    total = float((steps.seconds * steps.passes).sum())
     worst = float(excess.max()) / total if len(excess) else 0.0
     return {"kept": stalls == "keep", "steps": int(slow.sum()), "share": float(excess.sum()) / total, "worst": worst}
 
