@@ -9,7 +9,8 @@ Pope et al. 2022, "Efficiently scaling transformer inference", for its use on de
 0 no real engine is quicker; kernels reach 60 to 90 % of it, and at small batches launching them takes longer than
 running them. Give `bandwidth_efficiency`, `compute_efficiency` and `overhead` where they are known.
 
-Sparse experts: n rows that each choose k of E experts at random touch E (1 - (1 - k/E)^n) of them, whose weights are read.
+Sparse experts: n rows that each choose k of E experts at random touch E (1 - (1 - k/E)^n) of them, whose weights are
+read; each expert is split like the rest (tensor parallel; expert parallelism and its all-to-all are not modelled).
 Tensor parallelism: two all-reduces a layer of rows x hidden values; a ring moves 2 (t - 1) / t of them over each link
 (Patarasuk and Yuan 2009). KV heads are split as far as they go; a latent (MLA) is on every accelerator.
 """
@@ -24,6 +25,9 @@ from typing import Any
 
 from longtail.bench.cost_model import CostModel, Transfer, total_context
 from longtail.bench.model_shape import BYTES, ModelShape, read_shape
+
+NODE = 8
+"""Accelerators that the links of a DGX or HGX node join."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +70,8 @@ ACCELERATORS: dict[str, Accelerator] = {
             80e9,
             3.35e12,
             200e9,
-            "as the H100 but for NVLink at 400 GB/s: DeepSeek-AI, Insights into DeepSeek-V3 (2025), section 4.1; NVIDIA "
-            "publishes no datasheet of it openly",
+            "as the H100 but for NVLink at 400 GB/s: DeepSeek-AI, Insights into DeepSeek-V3 (2025), section 4.1; "
+            "NVIDIA's own datasheet of it is not public",
         ),
         _hopper("H200", 141e9, 4.8e12, 450e9, "NVIDIA H200 Tensor Core GPU datasheet, SXM column"),
         Accelerator(
@@ -77,7 +81,7 @@ ACCELERATORS: dict[str, Accelerator] = {
             flops={"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12, "float32": 80e12},
             link=900e9,
             host=64e9,
-            source="NVIDIA DGX B200 datasheet (1,440 GB and 64 TB/s over 8 GPUs) and Blackwell architecture brief, HGX column",
+            source="NVIDIA DGX B200 datasheet (1,440 GB and 64 TB/s over 8 GPUs); Blackwell architecture brief, HGX",
         ),
     )
 }
@@ -87,7 +91,9 @@ def accelerator(name: str) -> Accelerator:
     """By name, in any case; A100 is the one of 80 GB. ValueError lists those there are."""
     found = {known.lower(): value for known, value in ACCELERATORS.items()} | {"a100": ACCELERATORS["A100-80GB"]}
     if name.lower() not in found:
-        raise ValueError(f"accelerator {name!r} is not known; choose from {', '.join(ACCELERATORS)}, or give an Accelerator")
+        raise ValueError(
+            f"accelerator {name!r} is not known; choose from {', '.join(ACCELERATORS)}, or give an Accelerator"
+        )
     return found[name.lower()]
 
 
@@ -160,9 +166,9 @@ def analytic(
 ) -> CostModel:
     """Costs of one instance: `tensor_parallel` accelerators that hold the model together.
 
-    model: a shape, or what `read_shape` takes (a config.json, its folder, its content). dtype: of the weights; None: the
-    config's; kv_dtype: None: bfloat16 where the weights have 8 bits, else theirs. save and restore move the KV to the
-    host and back, update brings all weights from there; grade and train are not the accelerator's to say.
+    model: a shape, or what `read_shape` takes (a config.json, its folder, its content). dtype: of the weights; None:
+    the config's; kv_dtype: None: bfloat16 where the weights have 8 bits, else theirs. save and restore move the KV to
+    the host and back, update brings all weights from there; grade and train are not the accelerator's to say.
 
     ValueError names the field and the fix."""
     chip = accelerator(device) if isinstance(device, str) else device
@@ -213,9 +219,15 @@ def analytic(
             "parameters": shape.parameters,
             "active_parameters": shape.active_parameters,
             "kv_bytes_per_token": shape.kv_bytes_per_token(kv),
-            "findings": list(shape.notes),
+            "findings": [*shape.notes, *_beyond_node(t)],
         },
     )
+
+
+def _beyond_node(tensor_parallel: int) -> list[str]:
+    if tensor_parallel <= NODE:
+        return []
+    return [f"All-reduces of more than {NODE} accelerators are counted at the speed of links within a node."]
 
 
 def kv_capacity(
@@ -236,8 +248,8 @@ def kv_capacity(
     free = memory_share * chip.memory - weights
     if free <= 0.0:
         raise ValueError(
-            f"tensor_parallel={tensor_parallel}: {weights / 1e9:.0f} GB of weights do not fit into {memory_share:.0%} of "
-            f"the {chip.memory / 1e9:.0f} GB of a {chip.name}; take more accelerators or a smaller dtype"
+            f"tensor_parallel={tensor_parallel}: {weights / 1e9:.0f} GB of weights do not fit into {memory_share:.0%} "
+            f"of the {chip.memory / 1e9:.0f} GB of a {chip.name}; take more accelerators or a smaller dtype"
         )
     return int(free / costs.step.context_bytes)
 

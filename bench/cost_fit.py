@@ -8,15 +8,16 @@ is taken (Breiman et al. 1984).
 **Outliers.** Machines are shared: now and then a step takes ten times its time. The coefficients come from residuals
 relative to the predicted time with Huber's loss (k = 1.345 robust standard deviations), so that a slow step counts as
 one and not as ten, and small batches count as much as large ones. But a makespan is a sum, and a sum holds its stalls:
-`scale` then multiplies the whole so that predicted and measured total agree. `stalls="drop"` leaves steps beyond
-STALL times their prediction out of the totals, where the trace's machine was disturbed and the predicted one will not be.
+`scale` then multiplies the whole so that predicted and measured total agree. `stalls="drop"` leaves steps beyond STALL
+times their prediction out of the totals, where the trace's machine was disturbed and the predicted one will not be.
 
-**Own seconds.** A step's drafting, and saves, restores and updates inside it, are costs of their own and not the pass's.
+**Own seconds.** A step's drafting, and saves, restores and updates inside it, are costs of their own, not the pass's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +174,7 @@ def _between(events: pd.DataFrame, is_step: np.ndarray, start: np.ndarray, end: 
     barred = np.cumsum(timed | np.isin(kind, ("iteration_start", "iteration_end", "run_start", "run_end")))
     at = np.flatnonzero(is_step)
     gaps = np.full(len(at), np.nan)
-    for i, (here, there) in enumerate(zip(at, at[1:], strict=False)):
+    for i, (here, there) in enumerate(itertools.pairwise(at)):
         if barred[here] == barred[there] and running[here : there + 1].min() >= 1:
             gaps[i] = max(start[i + 1] - end[i], 0.0)
     return gaps
@@ -358,6 +359,10 @@ def _stalls(steps: Steps, step: StepModel, stalls: str) -> dict[str, Any]:
     return {"kept": stalls == "keep", "steps": int(slow.sum()), "share": float(excess.sum()) / total, "worst": worst}
 
 
+def _range(row: dict[str, Any]) -> str:
+    return str(row["to"]) if row["from"] == row["to"] else f"{row['from']} to {row['to']}"
+
+
 def _drift(predicted: np.ndarray, measured: np.ndarray) -> list[float]:
     """Measured over predicted seconds, of the fastest and the slowest of STRETCHES stretches of the trace: [1, 1] on a
     machine of constant speed."""
@@ -375,8 +380,8 @@ def _findings(steps: Steps, report: dict[str, Any]) -> list[str]:
     stalls = report["stalls"]
     if stalls["kept"] and stalls["worst"] > 0.01:
         found.append(
-            f"One stalled step holds {stalls['worst']:.1%} of the time, {stalls['steps']} of them {stalls['share']:.1%}; "
-            "with --stalls drop they do not count."
+            f"One stalled step holds {stalls['worst']:.1%} of the time, {stalls['steps']} of them "
+            f"{stalls['share']:.1%}; with --stalls drop they do not count."
         )
     low, high = report["drift"]
     if high > DRIFT * low:
@@ -385,7 +390,7 @@ def _findings(steps: Steps, report: dict[str, Any]) -> list[str]:
             "What came from the load is then partly in the coefficients; calibrate on a quiet machine."
         )
     found += [
-        f"Batches of {row['from']} to {row['to']} are predicted {row['total']:+.0%} off in total."
+        f"Batches of {_range(row)} are predicted {row['total']:+.0%} off in total."
         for row in report["by_batch"]
         if abs(row["total"]) > 0.1 and row["steps"] >= 20
     ]

@@ -3,8 +3,8 @@
     seconds of a pass = scale * (base + per_seq * sequences + g(rows) + per_context * context
                                  + per_prefill_context * prefill_context) + between
 
-- rows: query tokens, padded to a multiple of row_multiple. g is piecewise linear and never falls: per_row[i] is its slope
-  from knots[i - 1] (0) to knots[i] (no end).
+- rows: query tokens, padded to a multiple of row_multiple. g is piecewise linear and never falls: per_row[i] is its
+  slope from knots[i - 1] (0) to knots[i] (no end).
 - context: KV tokens read over all sequences. prefill_context: (rows - sequences) x context / sequences, what the rows
   beyond one a sequence read; 0 in a decode pass.
 - between: from the end of a pass to the start of the next while there is work (bookkeeping of scheduler and rollout).
@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import tomllib
@@ -34,8 +35,8 @@ class StepSeconds(Protocol):
     """What the simulated engine asks of a cost model. All costs are finite and at least 0."""
 
     def seconds(self, num_seqs: int, query_tokens: int, context_tokens: int) -> float:
-        """Of one pass. num_seqs: sequences in it; query_tokens: rows, at least one a sequence; context_tokens: KV tokens
-        that it reads, over all sequences, those that it makes itself among them."""
+        """Of one pass. num_seqs: sequences in it; query_tokens: rows, at least one a sequence; context_tokens: KV
+        tokens that it reads, over all sequences, those that it makes itself among them."""
         ...
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, num_passes: int) -> float:
@@ -71,7 +72,7 @@ class StepModel:
             _check_seconds("step.per_row", slope)
         if len(self.per_row) != len(self.knots) + 1:
             raise ValueError(
-                f"step.per_row holds {len(self.per_row)} slopes for {len(self.knots)} knots; give one slope more than knots"
+                f"step.per_row holds {len(self.per_row)} slopes for {len(self.knots)} knots; give one more than knots"
             )
         if list(self.knots) != sorted(set(self.knots)) or (self.knots and self.knots[0] < 1):
             raise ValueError(f"step.knots must be rising row counts of at least 1, not {list(self.knots)}")
@@ -112,7 +113,7 @@ def features(
     two knots."""
     padded = -(-rows // row_multiple) * row_multiple
     edges = [0, *knots, np.inf]
-    ramps = [np.clip(padded - low, 0, high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    ramps = [np.clip(padded - low, 0, high - low) for low, high in itertools.pairwise(edges)]
     extra = (rows - num_seqs) * context / np.maximum(num_seqs, 1)
     return np.column_stack([np.ones(len(rows)), num_seqs, context, extra, *ramps]).astype(np.float64)
 
@@ -196,7 +197,9 @@ def read_cost(path: str | Path) -> CostModel:
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         raise ValueError(f'{path}: not a cost model; it must say format = "{FORMAT}"')
     if plain.get("version") != VERSION:
-        raise ValueError(f"{path}: version {plain.get('version')!r}, and this longtail reads {VERSION}; calibrate again")
+        raise ValueError(
+            f"{path}: version {plain.get('version')!r}, and this longtail reads {VERSION}; calibrate again"
+        )
     try:
         return _from_dict(plain)
     except (ValueError, TypeError) as error:

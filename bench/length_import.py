@@ -1,8 +1,8 @@
 """Public traces of what people ask of models, made into lengths for `workload`: ServeGen and Mooncake.
 
-- ServeGen (Xiang et al., NSDI 2026; github.com/alibaba/ServeGen, Apache-2.0): for each client of a production service and
-  each window of six hours, the distribution of output tokens, and the request rate by ten minutes. Imported is the mix of
-  all of them, each weighted by its requests: a histogram.
+- ServeGen (Xiang et al., NSDI 2026; github.com/alibaba/ServeGen, Apache-2.0): for each client of a production service
+  and each window of six hours, the distribution of output tokens, and the request rate by ten minutes. Imported is the
+  mix of all of them, each weighted by its requests: a histogram.
 - Mooncake (Qin et al., FAST 2025; github.com/kvcache-ai/Mooncake): one request a line with input and output tokens.
   Imported is a table of lengths.
 
@@ -99,7 +99,9 @@ def import_servegen(folder: Path) -> Histogram:
     ValueError names the file and the fix."""
     datasets = sorted(folder.glob("chunk-*-dataset.json")) if folder.is_dir() else []
     if not datasets:
-        raise ValueError(f"{folder}: no chunk-N-dataset.json in it; give data/reason/deepseek-r1 of a clone of ServeGen")
+        raise ValueError(
+            f"{folder}: no chunk-N-dataset.json in it; give data/reason/deepseek-r1 of a clone of ServeGen"
+        )
     values: list[float] = []
     weights: list[float] = []
     for dataset in datasets:
@@ -109,7 +111,9 @@ def import_servegen(folder: Path) -> Histogram:
     if not sum(weights) > 0.0:
         raise ValueError(f"{folder}: no client has both requests and lengths in one window")
     quantiles = weighted_quantiles(np.array(values), np.array(weights), QUANTILES)
-    source = f"alibaba/ServeGen, {folder.parent.name}/{folder.name}: {len(datasets)} clients, weighted by their requests"
+    source = (
+        f"alibaba/ServeGen, {folder.parent.name}/{folder.name}: {len(datasets)} clients, weighted by their requests"
+    )
     return Histogram(tuple(quantiles.tolist()), source, "Apache-2.0")
 
 

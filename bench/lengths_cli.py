@@ -19,7 +19,8 @@ def import_lengths(
     source: Annotated[Path, typer.Argument(help="servegen: folder of a model; mooncake: trace.jsonl")],
     form: Annotated[str, typer.Option("--format", help=", ".join(FORMATS))],
     out: Annotated[
-        Path | None, typer.Option(help="File to write", show_default="servegen: lengths.json, mooncake: lengths.parquet")
+        Path | None,
+        typer.Option(help="File to write", show_default="servegen: lengths.json, mooncake: lengths.parquet"),
     ] = None,
 ) -> None:
     """Make a file for `longtail simulate --workload`: histogram(FILE.json) of ServeGen, FILE.parquet of Mooncake."""
@@ -58,11 +59,13 @@ def show(
 
     parsed = parse_workload(workload, groups=groups, group_size=group_size, seed=seed)
     numbers = parsed.summary()
-    icc = "unknown: no group has two samples of different lengths" if numbers["icc"] is None else f"{numbers['icc']:.2f}"
+    icc = (
+        "unknown: no group has two samples of different lengths" if numbers["icc"] is None else f"{numbers['icc']:.2f}"
+    )
     lines = [
         f"{numbers['samples']} samples in {numbers['groups']} groups",
-        f"output tokens: mean {numbers['mean']:.0f}, median {numbers['p50']}, 90 % {numbers['p90']}, 99 % {numbers['p99']}, "
-        f"longest {numbers['max']}; at the cap {numbers['capped']:.1%}",
+        f"output tokens: mean {numbers['mean']:.0f}, median {numbers['p50']}, 90 % {numbers['p90']}, "
+        f"99 % {numbers['p99']}, longest {numbers['max']}; at the cap {numbers['capped']:.1%}",
         f"likeness of siblings (intra-class correlation): {icc}",
         *parsed.notes,
     ]

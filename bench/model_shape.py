@@ -1,7 +1,7 @@
 """A decoder's shape from its `config.json`: how many weights, how many bytes of KV a token, how many FLOPs.
 
-Counted: embeddings, attention (grouped heads; or a latent, MLA), gated MLPs (three matrices), routed and shared experts,
-norms, the output layer. Not counted: biases and the norms of queries and keys (under 0.01 %), vision towers.
+Counted: embeddings, attention (grouped heads; or a latent, MLA), gated MLPs (three matrices), routed and shared
+experts, norms, the output layer. Not counted: biases and the norms of queries and keys (under 0.01 %), vision towers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         output = 0 if self.tied else self.output_parameters
-        return self.embedding_parameters + output + self.attention_parameters + self.mlp_parameters + self.expert_parameters
+        return (
+            self.embedding_parameters
+            + output
+            + self.attention_parameters
+            + self.mlp_parameters
+            + self.expert_parameters
+        )
 
     @property
     def active_parameters(self) -> int:
@@ -177,8 +183,8 @@ def _dtype(config: Mapping[str, Any]) -> str:
     if isinstance(quantised, Mapping):
         if quantised.get("quant_method") != "fp8":
             raise ValueError(
-                f"quantization_config: quant_method {quantised.get('quant_method')!r} is not modelled (fp8 is); take the "
-                "config of the unquantised model and give dtype="
+                f"quantization_config: quant_method {quantised.get('quant_method')!r} is not modelled (fp8 is); take "
+                "the config of the unquantised model and give dtype="
             )
         return "float8"
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
@@ -210,5 +216,7 @@ def _number(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         found = "is missing" if value is None else f"is {value!r}"
-        raise ValueError(f"{key} {found}; a decoder's config.json of transformers has it as a whole number of at least 1")
+        raise ValueError(
+            f"{key} {found}; a decoder's config.json of transformers has it as a whole number of at least 1"
+        )
     return value

@@ -96,8 +96,8 @@ def import_trace(
     """-> the events, and the meta to write with them (source, format, samples, and which name each field was found by).
 
     form: of FORMATS. unit: of the times, of UNITS. names: field of ours to the name that it has in the file. TraceError
-    names the file, the line and the fix for a file that is missing, empty, truncated, foreign or inconsistent; ValueError
-    for arguments."""
+    names the file, the line and the fix for a file that is missing, empty, truncated, foreign or inconsistent;
+    ValueError for arguments."""
     if form not in FORMATS:
         raise ValueError(f"format {form!r} is not known; choose from {', '.join(FORMATS)}")
     if unit not in UNITS:
@@ -143,11 +143,13 @@ def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             last = not any(rest.strip() for rest in lines[number:])
             if last and number > 1:
                 raise TraceError(
-                    f"{path}: line {number}, the last, is cut off; its writer was stopped. Remove the line, or write again"
+                    f"{path}: line {number}, the last, is cut off; its writer was stopped. Remove it, or write again"
                 ) from error
             raise TraceError(f"{path}: line {number} is not JSON ({error}); give one JSON object a line") from error
         if not isinstance(value, dict):
-            raise TraceError(f"{path}: line {number} is a JSON {type(value).__name__}, not an object; one record a line")
+            raise TraceError(
+                f"{path}: line {number} is a JSON {type(value).__name__}, not an object; one record a line"
+            )
         yield number, _flat(value)
 
 
@@ -175,7 +177,7 @@ def _found(
     if lacking:
         hint = ", ".join(f"{field}=NAME" for field in lacking)
         raise TraceError(
-            f"{path}: no field for {', '.join(lacking)}; the records have {_listed(there)}. Say what they are called: {hint}"
+            f"{path}: no field for {', '.join(lacking)}; the records have {_listed(there)}. Say what is which: {hint}"
         )
     return found
 
@@ -246,8 +248,8 @@ def _check_unique(path: Path, records: Sequence[Record]) -> None:
     for record in records:
         if record.sample in lines:
             raise TraceError(
-                f"{path}: sample {record.sample} is on line {lines[record.sample]} and on line {record.line}; give each "
-                "response an id of its own (names: sample=NAME), and put the parts of an interrupted one together"
+                f"{path}: sample {record.sample} is on line {lines[record.sample]} and on line {record.line}; give "
+                "each response an id of its own (names: sample=NAME), and put the parts of an interrupted one together"
             )
         lines[record.sample] = record.line
 
@@ -259,8 +261,8 @@ _Timed = tuple[float, int, int, Event]
 
 
 def _events(records: Sequence[Record], source: str) -> list[Event]:
-    """In order of time; at one time an iteration's events come before the next one's, and within it what ends before
-    what begins. A step stands at its end, as engines emit it."""
+    """In order of time; at one time an iteration's events come before the next one's, and within it what ends comes
+    before what begins. A step stands at its end, as engines emit it."""
     begin, final = min(record.queued for record in records), max(record.end for record in records)
     iterations = _iterations(records)
     ends = [end for _, end, _ in iterations]
@@ -325,8 +327,8 @@ def _most_at_once(records: Sequence[Record]) -> int:
 
 
 def _steps(records: Sequence[Record]) -> Iterator[tuple[float, Event]]:
-    """(end, event): one for each stretch in which the same samples run. A sample's tokens by a time are its tokens x the share of its
-    time that has passed, rounded down, and all of them at its end, so that they add up exactly."""
+    """(end, event): one for each stretch in which the same samples run. A sample's tokens by a time are its tokens
+    x the share of its time that has passed, rounded down, and all of them at its end, so that they add up exactly."""
     edges = sorted({time for r in records for time in (r.start, r.end)})
     starts = sorted(records, key=lambda r: r.start)
     running: list[Record] = []

@@ -227,7 +227,7 @@ def intraclass_correlation(lengths: np.ndarray, group_starts: np.ndarray) -> flo
 
 def _normal_scores(values: np.ndarray) -> np.ndarray:
     """Phi^-1((rank - 1/2) / n); equal values have the mean of their ranks."""
-    unique, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     middle = np.cumsum(counts) - counts / 2.0
     scores = np.array([_NORMAL.inv_cdf(p) for p in (middle / len(values)).tolist()])
     return scores[inverse]
@@ -265,7 +265,9 @@ def parse_workload(
         raise ValueError(f"{name}: write {', '.join(f'{key}=...' for key in FAMILIES[name][0])}, not {positional[0]!r}")
     parameters, family = FAMILIES[name]
     if lacking := [key for key in parameters if key not in named]:
-        raise ValueError(f"{name} lacks {', '.join(lacking)}; write {name}({', '.join(f'{k}=...' for k in parameters)})")
+        raise ValueError(
+            f"{name} lacks {', '.join(lacking)}; write {name}({', '.join(f'{k}=...' for k in parameters)})"
+        )
     values = [_positive(key, named[key]) for key in parameters]
     return _generate(text, family(*values), named, outer, parameters)
 

@@ -21,8 +21,8 @@ def read_workload(
     path: Path, *, run: str | None = None, group_size: int | None = None, cap: int | None = None
 ) -> Workload:
     """A file of lengths needs a column of OUTPUT; of GROUP and PROMPT it may have one each. Without a group, each
-    `group_size` (1) rows that follow each other are one. cap: longer responses are cut there. run: of a trace; None: its
-    first. ValueError or TraceError names the file and the fix."""
+    `group_size` (1) rows that follow each other are one. cap: longer responses are cut there. run: of a trace; None:
+    its first. ValueError or TraceError names the file and the fix."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(f"{path}: {what}; give a file of lengths ({', '.join(ENDINGS)}) or a trace, or FAMILY(...)")
@@ -126,7 +126,9 @@ def _counts(path: Path, name: str, values: list[Any], least: int) -> np.ndarray:
     for row, value in enumerate(values):
         good = isinstance(value, int | float) and not isinstance(value, bool) and value == value
         if not (good and value == int(value) and least <= value < 2**31):
-            raise ValueError(f"{path}: {name} of row {row + 1} is {value!r}; it must be a whole number of at least {least}")
+            raise ValueError(
+                f"{path}: {name} of row {row + 1} is {value!r}; it must be a whole number of at least {least}"
+            )
     return np.array(values, np.int64).astype(np.int32)
 
 
