@@ -9,7 +9,7 @@ is taken (Breiman et al. 1984).
 relative to the predicted time with Huber's loss (k = 1.345 robust standard deviations), so that a slow step counts as
 one and not as ten, and small batches count as much as large ones. But a makespan is a sum, and a sum holds its stalls:
 `scale` then multiplies the whole so that predicted and measured total agree. `stalls="drop"` leaves steps beyond STALL
-times their prediction out of the totals, where the trace's machine was disturbed and the predicted one will not be.
+times their prediction out altogether, where the trace's machine was disturbed and the predicted one will not be.
 
 **Own seconds.** A step's drafting, and saves, restores and updates inside it, are costs of their own, not the pass's.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HUBER = 1.345
 STALL = 3.0
 MIN_STEPS = 50
-MOST_STEPS = 50_000
+MOST_STEPS = 10_000
 """More are thinned evenly for the fit; totals are of all."""
 DRIFT = 1.5
 FOLDS, STRETCHES = 5, 20
@@ -86,22 +86,25 @@ def fit(df: pd.DataFrame, *, runs: Sequence[str] | None = None, stalls: str = "k
         raise ValueError(
             f"the trace holds {len(steps)} usable steps, and a fit needs {MIN_STEPS}; calibrate on a longer run"
         )
-    thin = steps[np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS)).astype(int)]
-    form, predicted = _choose_form(thin, stalls)
+    slow = _stalled(steps)
+    if stalls == "drop":
+        steps = steps[~slow["which"]]
+    thin = _thin(steps)
+    form, predicted = _choose_form(thin)
     step = _fit_form(thin, form)
-    step = dataclasses.replace(step, scale=_scale(steps, step, stalls))
+    step = dataclasses.replace(step, scale=_scale(steps, step))
     gaps = steps.between[np.isfinite(steps.between)]
     between = float(gaps.mean()) if len(gaps) else 0.0
     within = step.many(steps.seqs, steps.rows, steps.context)
     report = {
         "steps": len(steps),
         "runs": [str(name) for name in df["run"].unique()],
-        "stalls": _stalls(steps, step, stalls),
+        "stalls": {"kept": stalls == "keep"} | {name: slow[name] for name in ("steps", "share", "worst")},
         "form": {"row_multiple": form.row_multiple, "knots": len(form.knots), "prefill_context": form.prefill_context},
         "in_sample": errors(within * steps.passes, steps.seconds * steps.passes),
         "cross_validated": errors(predicted * thin.passes, thin.seconds * thin.passes),
         "by_batch": _by_batch(thin, predicted),
-        "drift": _drift(within * steps.passes, steps.seconds * steps.passes),
+        "drift": _drift(within, steps.seconds),
     }
     report["findings"] = _findings(steps, report)
     return CostModel(
@@ -220,7 +223,9 @@ def robust_nnls(A: np.ndarray, b: np.ndarray, rounds: int = 12) -> np.ndarray:
     x = np.zeros(A.shape[1])
     for _ in range(rounds):
         root = np.sqrt(weight) / size
-        x = nnls(A * root[:, None], b * root)
+        before, x = x, nnls(A * root[:, None], b * root)
+        if np.abs(x - before).max() <= 1e-7 * x.max():
+            break
         predicted = np.maximum(A @ x, 1e-3 * np.median(b))
         relative = (b - predicted) / predicted
         spread = max(1.4826 * float(np.median(np.abs(relative))), 1e-9)
@@ -246,15 +251,17 @@ def _fit_form(steps: Steps, form: _Form) -> StepModel:
     )
 
 
-def _scale(steps: Steps, step: StepModel, stalls: str) -> float:
+def _scale(steps: Steps, step: StepModel) -> float:
     predicted = step.many(steps.seqs, steps.rows, steps.context)
-    weight = steps.passes
-    kept = np.ones(len(steps), bool) if stalls == "keep" else steps.seconds <= STALL * predicted
-    total = float((predicted * weight)[kept].sum())
-    return float((steps.seconds * weight)[kept].sum()) / total if total > 0.0 else 1.0
+    total = float((predicted * steps.passes).sum())
+    return float((steps.seconds * steps.passes).sum()) / total if total > 0.0 else 1.0
 
 
-def _choose_form(steps: Steps, stalls: str) -> tuple[_Form, np.ndarray]:
+def _thin(steps: Steps) -> Steps:
+    return steps[np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS)).astype(int)]
+
+
+def _choose_form(steps: Steps) -> tuple[_Form, np.ndarray]:
     """-> the form, and float64 [n]: each step's seconds as predicted by a fit to the other folds."""
     fold = np.arange(len(steps)) * STRETCHES // len(steps) % FOLDS
     results = []
@@ -265,7 +272,7 @@ def _choose_form(steps: Steps, stalls: str) -> tuple[_Form, np.ndarray]:
             step = _fit_form(train, form)
             quiet = step.many(test.seqs, test.rows, test.context)
             loss[k] = np.minimum(np.abs(test.seconds / quiet - 1.0), 1.0).mean()
-            predicted[fold == k] = quiet * _scale(train, step, stalls)
+            predicted[fold == k] = quiet * _scale(train, step)
         results.append((form, predicted, loss))
     best = min(results, key=lambda result: float(result[2].mean()))[2]
     for form, predicted, loss in sorted(results, key=lambda result: result[0].complexity):
@@ -342,21 +349,22 @@ def _by_batch(steps: Steps, predicted: np.ndarray) -> list[dict[str, Any]]:
     for number in np.unique(bins):
         inside = bins == number
         seqs = steps.seqs[inside]
-        row = {"from": int(seqs.min()), "to": int(seqs.max()), "steps": int(inside.sum())}
         passes = steps.passes[inside]
-        row |= {"mean_seconds": float(np.average(steps.seconds[inside], weights=passes))}
+        row: dict[str, Any] = {"from": int(seqs.min()), "to": int(seqs.max()), "steps": int(inside.sum())}
+        row["mean_seconds"] = float(np.average(steps.seconds[inside], weights=passes))
         result.append({**row, **errors(predicted[inside] * passes, steps.seconds[inside] * passes)})
     return result
 
 
-def _stalls(steps: Steps, step: StepModel, stalls: str) -> dict[str, Any]:
-    """Steps beyond STALL x the quiet prediction: how many, their excess as a share of all seconds, the worst one's."""
-    quiet = step.many(steps.seqs, steps.rows, steps.context) / step.scale
+def _stalled(steps: Steps) -> dict[str, Any]:
+    """Steps beyond STALL x what a quiet machine takes: which (bool [n]), how many, their excess as a share of all
+    seconds, the worst one's."""
+    quiet = _fit_form(_thin(steps), _Form(1, _knots(steps.rows, 1), False)).many(steps.seqs, steps.rows, steps.context)
     slow = steps.seconds > STALL * quiet
     excess = ((steps.seconds - quiet) * steps.passes)[slow]
     total = float((steps.seconds * steps.passes).sum())
     worst = float(excess.max()) / total if len(excess) else 0.0
-    return {"kept": stalls == "keep", "steps": int(slow.sum()), "share": float(excess.sum()) / total, "worst": worst}
+    return {"which": slow, "steps": int(slow.sum()), "share": float(excess.sum()) / total, "worst": worst}
 
 
 def _range(row: dict[str, Any]) -> str:
@@ -364,11 +372,10 @@ def _range(row: dict[str, Any]) -> str:
 
 
 def _drift(predicted: np.ndarray, measured: np.ndarray) -> list[float]:
-    """Measured over predicted seconds, of the fastest and the slowest of STRETCHES stretches of the trace: [1, 1] on a
-    machine of constant speed."""
-    stretch = np.arange(len(measured)) * STRETCHES // len(measured)
-    ratios = np.bincount(stretch, weights=measured) / np.bincount(stretch, weights=predicted)
-    return [float(ratios.min()), float(ratios.max())]
+    """Measured over predicted seconds, the median of the fastest and of the slowest of STRETCHES stretches of the trace:
+    equal on a machine of constant speed."""
+    ratios = [float(np.median(part)) for part in np.array_split(measured / predicted, STRETCHES)]
+    return [min(ratios), max(ratios)]
 
 
 def _findings(steps: Steps, report: dict[str, Any]) -> list[str]:

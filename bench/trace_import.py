@@ -292,7 +292,7 @@ def _events(records: Sequence[Record], source: str) -> list[Event]:
 
 def _events_of(r: Record, iteration: int) -> Iterator[_Timed]:
     """iteration: in which it ends."""
-    ids = {"sample": r.sample, "group": r.group}
+    ids: dict[str, Any] = {"sample": r.sample, "group": r.group}
     yield r.queued, iteration, 3, Event("submit", r.queued, num_tokens=r.prompt_tokens, **ids)
     yield r.start, iteration, 4, Event("admit", r.start, value=float(r.prompt_tokens), **ids)
     if r.first_token is not None:
@@ -347,7 +347,7 @@ def _steps(records: Sequence[Record]) -> Iterator[tuple[float, Event]]:
             tokens += done - made.get(r.sample, 0)
             context += r.prompt_tokens + done
             made[r.sample] = done
-        counts = {"num_seqs": len(running), "num_tokens": tokens, "num_output_tokens": tokens}
+        counts: dict[str, Any] = {"num_seqs": len(running), "num_tokens": tokens, "num_output_tokens": tokens}
         seconds = high - low
         yield (
             high,

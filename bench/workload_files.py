@@ -53,7 +53,7 @@ def _from_table(path: Path, group_size: int | None, cap: int | None) -> Workload
         notes.append(f"no column of prompt lengths: {DEFAULT_PROMPT} tokens each")
     if group is None:
         size = group_size or 1
-        labels: Sequence[Any] = np.arange(len(tokens)) // size
+        labels: Sequence[Any] = (np.arange(len(tokens)) // size).tolist()
         notes.append(f"no group column: groups of {size} rows that follow each other")
     else:
         labels = [str(value) for value in group[1]]
