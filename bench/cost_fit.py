@@ -372,7 +372,7 @@ def _range(row: dict[str, Any]) -> str:
 
 
 def _drift(predicted: np.ndarray, measured: np.ndarray) -> list[float]:
-    """Measured over predicted seconds, the median of the fastest and of the slowest of STRETCHES stretches of the trace:
+    """Measured over predicted seconds, medians of the fastest and of the slowest of STRETCHES stretches of the trace:
     equal on a machine of constant speed."""
     ratios = [float(np.median(part)) for part in np.array_split(measured / predicted, STRETCHES)]
     return [min(ratios), max(ratios)]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -327,34 +328,38 @@ def _most_at_once(records: Sequence[Record]) -> int:
 
 
 def _steps(records: Sequence[Record]) -> Iterator[tuple[float, Event]]:
-    """(end, event): one for each stretch in which the same samples run. A sample's tokens by a time are its tokens
-    x the share of its time that has passed, rounded down, and all of them at its end, so that they add up exactly."""
-    edges = sorted({time for r in records for time in (r.start, r.end)})
-    starts = sorted(records, key=lambda r: r.start)
-    running: list[Record] = []
+    """(end, event): one for each stretch in which the same samples run, and one for each sample that took no time. A
+    sample's tokens by a time are its tokens x the share of its time that has passed, rounded down, and all of them at
+    its end, so that they add up exactly."""
+    for r in records:
+        if r.start == r.end:
+            yield r.end, _step(r.end, 0.0, 1, r.tokens, r.prompt_tokens + r.tokens)
+    upcoming = sorted((r for r in records if r.start < r.end), key=lambda r: r.start, reverse=True)
     made: dict[str, int] = {}
-    upcoming = 0
-    for low, high in zip(edges, edges[1:] or edges, strict=False):
-        while upcoming < len(starts) and starts[upcoming].start <= low:
-            running.append(starts[upcoming])
-            upcoming += 1
-        running = [r for r in running if r.end > low or r.start == r.end == low]
-        if not running:
-            continue
+    running: list[Record] = []
+    for low, high in itertools.pairwise(sorted({time for r in upcoming for time in (r.start, r.end)})):
+        running = [r for r in running if r.end > low]
+        while upcoming and upcoming[-1].start <= low:
+            running.append(upcoming.pop())
         tokens = context = 0
         for r in running:
             done = r.tokens if r.end <= high else int(r.tokens * ((high - r.start) / (r.end - r.start)))
             tokens += done - made.get(r.sample, 0)
             context += r.prompt_tokens + done
             made[r.sample] = done
-        counts: dict[str, Any] = {"num_seqs": len(running), "num_tokens": tokens, "num_output_tokens": tokens}
-        seconds = high - low
-        yield (
-            high,
-            Event("step", low, seconds, model_seconds=seconds, num_context_tokens=context, detail=IMPORTED, **counts),
-        )
-    # A response that took no time at the very end of all has no stretch to be in.
-    rest = sum(r.tokens - made.get(r.sample, 0) for r in records)
-    if rest:
-        last = edges[-1]
-        yield last, Event("step", last, num_seqs=1, num_tokens=rest, num_output_tokens=rest, detail=IMPORTED)
+        if running:
+            yield high, _step(low, high - low, len(running), tokens, context)
+
+
+def _step(start: float, seconds: float, num_seqs: int, tokens: int, context: int) -> Event:
+    return Event(
+        "step",
+        start,
+        seconds,
+        num_seqs=num_seqs,
+        num_tokens=tokens,
+        num_context_tokens=context,
+        num_output_tokens=tokens,
+        model_seconds=seconds,
+        detail=IMPORTED,
+    )

@@ -1,4 +1,4 @@
-"""Fits find what was planted, slow steps do not bend them, and totals agree; what is not a pass is not counted as one."""
+"""Fits find what was planted, slow steps do not bend them, and totals agree; what is no pass is not counted as one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_any_planted_line_is_predicted(
 ) -> None:
     """On batches and contexts that the fit has not seen: each within 3 %, at 1 % noise."""
     planted = StepModel(base=base, per_seq=per_seq, per_row=(per_row,), per_context=per_context)
-    step = fit(trace_of(planted, seed=seed, noise=0.01)).step
+    step = fit(trace_of(planted, n=600, seed=seed, noise=0.01)).step
     for seqs, rows, context in ((1, 1, 50), (7, 7, 30_000), (24, 24, 2000), (20, 300, 20_000), (48, 48, 50_000)):
         assert step.seconds(seqs, rows, context) == pytest.approx(planted.seconds(seqs, rows, context), rel=0.03)
 
