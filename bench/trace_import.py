@@ -305,16 +305,22 @@ def _events_of(r: Record, iteration: int) -> Iterator[_Timed]:
 
 
 def _iterations(records: Sequence[Record]) -> list[tuple[float, float, int]]:
-    """(start, end, policy version) of each, one after the other."""
+    """(start, end, policy version) of each, one after the other. It starts when the first of the samples that are still
+    to end was there, and not before the last one ended."""
     members: dict[int, list[Record]] = {}
     for record in records:
         members.setdefault(record.version if record.iteration is None else record.iteration, []).append(record)
+    by_end = sorted(records, key=lambda r: r.end)
+    ends = [r.end for r in by_end]
+    first = list(itertools.accumulate((r.queued for r in reversed(by_end)), min))[::-1]  # of this one and those after it
     result: list[tuple[float, float, int]] = []
+    before = -math.inf
     for key in sorted(members):
-        start, end = min(r.queued for r in members[key]), max(r.end for r in members[key])
-        before = result[-1][1] if result else -math.inf
+        end = max(r.end for r in members[key])
         if end > before:  # else all of it happened within the one before
-            result.append((max(start, before), end, max(r.version for r in members[key])))
+            start = max(before, first[bisect.bisect_right(ends, before)])
+            result.append((start, end, max(r.version for r in members[key])))
+            before = end
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -180,7 +181,9 @@ def test_the_synthetic_run_is_recovered_exactly(synthetic: pd.DataFrame) -> None
     for seqs, rows in ((1, 1), (16, 16), (16, 400)):
         expected = 0.022 + 0.0021 * seqs + 0.0004 * (rows - seqs)
         assert costs.step.seconds(seqs, rows, 0) == pytest.approx(expected, rel=1e-6)
-    assert (costs.grade, costs.update, costs.train) == (pytest.approx(0.004), pytest.approx(0.3), pytest.approx(2.0))
+    assert costs.grade == pytest.approx(0.004)
+    assert costs.update == pytest.approx(0.3)
+    assert costs.train == pytest.approx(2.0)
     assert (costs.save, costs.restore, costs.draft_token) == (None, None, None)
     unseen = steps_of(synthetic[synthetic["run"] == "token-budget"])
     predicted = costs.step.many(unseen.seqs, unseen.rows, unseen.context)
@@ -196,7 +199,7 @@ def test_saves_drafts_and_gaps_are_costs_of_their_own() -> None:
         start = 1.05 * i
         if i % 2:
             emit(Event("restore", start + 0.3, 0.1, num_tokens=100 + i))
-        counts = {"num_seqs": 1, "num_tokens": 3, "num_context_tokens": 10, "num_draft_tokens": 2}
+        counts: dict[str, Any] = {"num_seqs": 1, "num_tokens": 3, "num_context_tokens": 10, "num_draft_tokens": 2}
         emit(Event("step", start, 1.0, draft_seconds=0.2, **counts))
     emit(Event("finish", 105.0, sample="a"))
     emit(Event("step", 200.0, 1.0, num_seqs=1, num_tokens=1))  # after a wait without work: no gap
@@ -230,7 +233,8 @@ def test_transfer_by_two_points() -> None:
         emit(Event("save", 0.0, 0.5 + 0.001 * tokens, num_tokens=tokens))
     transfer = cost_fit._transfer(writer.frame(), "save")
     assert transfer is not None
-    assert (transfer.base, transfer.per_token) == (pytest.approx(0.5, rel=1e-6), pytest.approx(0.001, rel=1e-6))
+    assert transfer.base == pytest.approx(0.5, rel=1e-6)
+    assert transfer.per_token == pytest.approx(0.001, rel=1e-6)
 
 
 def test_robust_fit_ignores_what_plain_least_squares_does_not() -> None:
