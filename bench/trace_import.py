@@ -312,7 +312,7 @@ def _iterations(records: Sequence[Record]) -> list[tuple[float, float, int]]:
         members.setdefault(record.version if record.iteration is None else record.iteration, []).append(record)
     by_end = sorted(records, key=lambda r: r.end)
     ends = [r.end for r in by_end]
-    first = list(itertools.accumulate((r.queued for r in reversed(by_end)), min))[::-1]  # of this one and those after it
+    first = list(itertools.accumulate((r.queued for r in reversed(by_end)), min))[::-1]  # from each one on
     result: list[tuple[float, float, int]] = []
     before = -math.inf
     for key in sorted(members):
