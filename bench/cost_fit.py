@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -136,11 +136,20 @@ def steps_of(df: pd.DataFrame) -> Steps:
             "the steps of an imported trace are made up from requests and tell nothing of a pass; calibrate on a trace "
             "of `longtail bench`"
         )
-    parts = [_steps_of_engine(part) for _, part in df.groupby(["run", "engine"], sort=False)]
+    parts = [_steps_of_engine(part) for part in _by_engine(df)]
     columns = [np.concatenate([getattr(p, field.name) for p in parts]) for field in dataclasses.fields(Steps)]
     steps = Steps(*columns)
     good = (steps.seqs >= 1) & (steps.rows >= 1) & (steps.seconds > 0.0) & np.isfinite(steps.seconds)
     return steps[good]
+
+
+def _by_engine(df: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """Of each run and engine with steps: its events, and the rollout's, which name no engine."""
+    for _, events in df.groupby("run", sort=False):
+        engines = events.loc[events["kind"] == "step", "engine"].unique()
+        for engine in engines if len(engines) else [""]:
+            own = events["engine"] == engine
+            yield events[own | ((events["engine"] == "") & (events["kind"] != "step"))]
 
 
 _SUMS = ("num_tokens", "num_context_tokens", "num_prefill_tokens")

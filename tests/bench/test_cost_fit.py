@@ -215,6 +215,23 @@ def test_saves_drafts_and_gaps_are_costs_of_their_own() -> None:
     assert costs.step.between == pytest.approx(0.05)
 
 
+def test_what_the_rollout_does_between_steps_is_no_bookkeeping() -> None:
+    """Two engines whose sequences run on through an iteration's end and a training step, which name no engine."""
+    writer = TraceWriter()
+    emit = writer.listener("r")
+    for engine in ("e0", "e1"):
+        emit(Event("admit", 0.0, engine=engine, sample=engine))
+    for start in (0.0, 1.25, 9.0):
+        if start == 9.0:
+            emit(Event("iteration_end", 3.0))
+            emit(Event("train", 3.0, 5.0))
+        for engine in ("e0", "e1"):
+            emit(Event("step", start, 1.0, engine=engine, num_seqs=1, num_tokens=1))
+    between = steps_of(writer.frame()).between
+    assert between[[0, 3]].tolist() == [0.25, 0.25]
+    assert np.isnan(between[[1, 2, 4, 5]]).all()
+
+
 def test_several_passes_in_one_event_count_as_many() -> None:
     """A virtual clock's event stands for num_passes alike; counts and seconds are sums."""
     df = trace_of(LINE, noise=0.0)
