@@ -1,6 +1,8 @@
-"""Chaos: random pauses, updates, cancelled groups, failing samples, graders and environments, and an engine that raises,
-for ten thousand events. After each, everything that must add up does: groups, ledger, slots, blocks, versions. In the end
-every prompt was handed over or thrown away for a named reason, exactly once."""
+"""Chaos: random pauses, updates, cancelled groups, failing samples, graders and environments, an engine that raises.
+
+After each of twenty thousand events, everything that must add up does: groups, ledger, slots, blocks, versions. In the
+end every prompt was handed over or thrown away for a named reason, exactly once.
+"""
 
 from __future__ import annotations
 
