@@ -67,6 +67,7 @@ def test_against_arithmetic_written_out(settings: dict[str, Any], seed: int) -> 
 @every_kind
 def test_gradients_by_gradcheck(settings: dict[str, Any]) -> None:
     batch = pairs()
+    assert batch.logprobs is not None
     assert torch.autograd.gradcheck(lambda x: dpo_loss(batch.replace(logprobs=x), **settings).loss, (batch.logprobs,))
 
 

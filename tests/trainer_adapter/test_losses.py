@@ -53,7 +53,7 @@ def reference(loss: PolicyLoss, b: TrainBatch) -> float:
     """The loss as its docstrings say it, one token after the other, in Python floats."""
     now, mu, prox, ref = (
         t.detach().tolist()
-        for t in (b.need("logprobs"), b.rollout_logprobs, b.need("proximal_logprobs"), b.ref_logprobs)
+        for t in (b.need("logprobs"), b.rollout_logprobs, b.need("proximal_logprobs"), b.need("ref_logprobs"))
     )
     prox = {"behaviour": mu, "recorded": prox, "now": now}[loss.proximal]
     mask, adv = b.mask.tolist(), b.advantages.tolist()

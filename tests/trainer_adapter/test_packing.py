@@ -271,11 +271,12 @@ def test_fields_that_do_not_fit(fields: dict[str, Any], says: str) -> None:
 
 def test_padded_fields_that_do_not_fit() -> None:
     mask, advantages = torch.ones(2, 3), torch.ones(2)
-    for fields, says in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"logprobs": torch.zeros(2, 4)}, "logprobs has shape"),
         ({"logprobs": torch.zeros(2, 3), "old_logprobs": torch.zeros(2, 3)}, "old_logprobs: no such field"),
         ({}, "rollout_logprobs"),
-    ):
+    ]
+    for fields, says in cases:
         with pytest.raises(ValueError, match=says):
             TrainBatch.from_padded(mask=mask, advantages=advantages, **fields)
     with pytest.raises(ValueError, match="advantages has shape"):
