@@ -49,6 +49,12 @@ def expand(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 # ---- records
 
 
+def moved(record: Any, device: torch.device | str) -> dict[str, Any]:
+    """By name, a record's fields that live on a device, on that one: tensors, and records in it."""
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor | Inputs)}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
     """What the trainer's forward pass reads: prompts and outputs of S sequences, packed without padding."""
@@ -80,6 +86,9 @@ class Inputs:
     def labels(self) -> torch.Tensor:
         """int64 [N]: the output tokens."""
         return self.input_ids[self.logit_index + 1]
+
+    def to(self, device: torch.device | str) -> Inputs:
+        return dataclasses.replace(self, **moved(self, device))
 
     def select(self, chosen: torch.Tensor) -> Inputs:
         """chosen bool [S] -> those sequences."""
@@ -233,6 +242,9 @@ class TrainBatch:
     def replace(self, **fields: Any) -> TrainBatch:
         """A batch with other fields, such as logprobs=..."""
         return dataclasses.replace(self, **fields)
+
+    def to(self, device: torch.device | str) -> TrainBatch:
+        return dataclasses.replace(self, **moved(self, device))
 
     def without_stale(self, max_staleness: int) -> TrainBatch:
         """Tokens more than `max_staleness` versions behind are out of the mask."""

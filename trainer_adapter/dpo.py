@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 
-from longtail.trainer_adapter.batch import Inputs, counts, sums
+from longtail.trainer_adapter.batch import Inputs, counts, moved, sums
 
 DPOKind = Literal["sigmoid", "ipo"]
 
@@ -46,6 +46,9 @@ class PreferenceBatch:
     def replace(self, **fields: Any) -> PreferenceBatch:
         """A batch with other fields, such as logprobs=..."""
         return dataclasses.replace(self, **fields)
+
+    def to(self, device: torch.device | str) -> PreferenceBatch:
+        return dataclasses.replace(self, **moved(self, device))
 
     @property
     def pairs(self) -> torch.Tensor:

@@ -81,8 +81,8 @@ def distance(p: np.ndarray, q: np.ndarray) -> float:
 
 
 # Total variation between where training ends and where it should, over SEEDS other seeds: mean 0.007, standard
-# deviation 0.0043, largest 0.021. The bound is 7 standard deviations above the mean: a false alarm in fewer than one seed in a
-# million, if the tail is that of a normal distribution, and none with the seeds that are used here.
+# deviation 0.0043, largest 0.021. The bound is 7 standard deviations above the mean: a false alarm in fewer than one
+# seed in a million, if the tail is that of a normal distribution, and none with the seeds that are used here.
 BOUND = 0.04
 
 ENDS: dict[str, tuple[PolicyLoss, np.ndarray, int]] = {
@@ -111,9 +111,9 @@ def test_where_training_ends(name: str) -> None:
 
 
 def test_a_clip_around_the_behaviour_policy_keeps_the_policy_there() -> None:
-    """GRPO as published, whose old policy is that which sampled: an arm is not pushed below 0.8 of its stale probability
-    nor above 1.2 of it, and training ends farther from the optimum than without any correction. Decoupled PPO has the
-    same clip around the policy at the start of the update, and ends at the optimum, above."""
+    """GRPO as published, whose old policy is that which sampled: an arm is not pushed below 0.8 of its stale
+    probability nor above 1.2 of it, and training ends farther from the optimum than without any correction. Decoupled
+    PPO has the same clip around the policy at the start of the update, and ends at the optimum, above."""
     found = train(grpo(**PENALTY), seed=0, updates=2)
     assert (found[2:] > 0.7 * STALE[2:]).all()
     assert distance(found, OPTIMUM) > BIAS["uncorrected"] + BOUND

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -109,6 +110,31 @@ def test_what_is_left_out_is_named() -> None:
     assert kept.sample_ids == ("a/0", "a/3", "b/0", "c/0", "c/1")
     assert kept.left_out["b/1"] == "not done: paused"
     assert not kept.advantages[2:].any()  # b/0 has no sibling, those of c are equal
+
+
+def test_an_incomplete_group_gives_a_gradient_if_the_policy_says_so() -> None:
+    samples = [make_sample("x", i, [5, 5], float(i)) for i in range(2)] + [
+        make_sample("x", 2, [5], None, status="paused")
+    ]
+    groups = [make_group("a", [0.0, 1.0]), Group("x", samples)]
+    for incomplete, names in (("leave_out", {"a"}), ("train", {"a", "x"})):
+        batch = with_random_logprobs(pack(groups, version=5, incomplete=incomplete))  # type: ignore[arg-type]
+        found = grad(grpo()(batch).loss, batch)
+        assert {name.split("/")[0] for name in batch.sample_ids} == names
+        assert found.all()
+
+
+def test_moving_keeps_everything() -> None:
+    batch = grpo().weigh(with_random_logprobs(pack([two_turn_group()], version=6)))
+    there = batch.to("cpu")
+    for field in dataclasses.fields(TrainBatch):
+        before, after = getattr(batch, field.name), getattr(there, field.name)
+        if isinstance(before, torch.Tensor):
+            assert torch.equal(before, after), field.name
+        elif not isinstance(before, Inputs):
+            assert before == after, field.name
+    assert batch.inputs is not None and there.inputs is not None
+    assert torch.equal(batch.inputs.input_ids, there.inputs.input_ids)
 
 
 def with_random_logprobs(batch: TrainBatch) -> TrainBatch:
