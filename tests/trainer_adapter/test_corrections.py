@@ -116,6 +116,12 @@ def test_an_infinite_ratio_is_masked_and_a_nan_is_not_hidden() -> None:
     ]
     for corrections in every:
         assert grpo(proximal="now", corrections=corrections)(spoilt).loss.isnan()
+        unknown = batch.replace(
+            rollout_logprobs=torch.tensor([0.0, NAN, 0.0], dtype=torch.float64),
+            proximal_logprobs=batch.need("logprobs").detach(),
+            advantages=-batch.advantages,
+        )
+        assert grpo(proximal="recorded", corrections=corrections)(unknown).loss.isnan()
 
 
 # ---- gradients in expectation, by enumeration of one token of 5 kinds

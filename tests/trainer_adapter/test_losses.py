@@ -31,6 +31,7 @@ ALL: dict[str, PolicyLoss] = {
     "grpo k1": grpo(kl_coef=0.3, kl="k1"),
     "grpo k3 in the reward": grpo(kl_coef=0.3, kl_in="reward"),
     "grpo k3 weighted": grpo(kl_coef=0.3, kl_weighted=True),
+    "grpo k3 weighted with tis": grpo(kl_coef=0.3, kl_weighted=True, proximal="now", corrections=tis(1.3)),
     "grpo dual clip": grpo(clip_dual=1.5),
     "grpo unclipped": grpo(clip_low=None, clip_high=None),
     "grpo now tis": grpo(proximal="now", corrections=tis(1.3)),
