@@ -96,6 +96,8 @@ def test_pairs_without_a_token_count_for_nothing(settings: dict[str, Any]) -> No
     result, expected = dpo_loss(partly, **settings), dpo_loss(without, **settings)
     assert int(result.pairs) == 2
     assert torch.equal(result.loss, expected.loss)
+    given = partly.replace(weights=torch.full((3,), 0.5, dtype=torch.float64))
+    assert torch.equal(dpo_loss(given, **settings).loss, expected.loss)  # also where a weight was given to it
     found = grad(result.loss, partly)
     assert torch.equal(found[keep], grad(expected.loss, without))
     assert not found[~keep].any()
