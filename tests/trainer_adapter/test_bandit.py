@@ -82,8 +82,8 @@ def distance(p: np.ndarray, q: np.ndarray) -> float:
 
 # Total variation between where training ends and where it should, over 40 to 60 other seeds of "importance",
 # "decoupled", "tis" and "uncorrected": means 0.0055 to 0.0075, standard deviations 0.0033 to 0.0046, largest 0.021. The
-# bound is 7 standard deviations above the mean (and 5.9 below the bias of "tis"): if the tails are normal, a false alarm
-# in fewer than one seed in 10 million; with the seed that is used here, none.
+# bound is 7 standard deviations above the mean (and 5.9 below the bias of "tis"): if the tails are normal, a false
+# alarm in fewer than one seed in 10 million; with the seed that is used here, none.
 BOUND = 0.04
 
 ENDS: dict[str, tuple[PolicyLoss, np.ndarray, int]] = {
