@@ -203,7 +203,7 @@ def test_hundreds_of_samples_wait_for_their_environment() -> None:
         most = max(most, environment.num_pending)
         return 1000.0
 
-    environment = VirtualBackground(clock, answer, seconds)
+    environment: VirtualBackground[TurnRequest, Turn] = VirtualBackground(clock, answer, seconds)
     rollout = Rollout(engine, environment=environment, listener=events.append)
     groups = [Group.from_prompt(f"p{i}", [5], SamplingParams(max_tokens=CAP)) for i in range(300)]
     for group in groups:
@@ -227,7 +227,7 @@ def test_hundreds_of_samples_wait_for_their_environment() -> None:
 def test_an_environment_that_fails_is_a_failed_sample() -> None:
     clock = VirtualClock()
     engine = SimulatedEngine(lengths=lambda s: Length(99, turns=(2,)), clock=clock)
-    environment = VirtualBackground(
+    environment: VirtualBackground[TurnRequest, Turn] = VirtualBackground(
         clock,
         lambda r, s: Turn(sample_id=r.sample_id, observation=None, failure="RuntimeError: no", seconds=s),
         lambda request: 1.0,
@@ -244,7 +244,7 @@ def test_an_observation_without_room_ends_the_sample() -> None:
     """max_tokens bounds the whole response: after 38 tokens there is room for 2, and the observation has 3."""
     clock = VirtualClock()
     engine = SimulatedEngine(lengths=lambda s: Length(99, turns=(38,)), clock=clock)
-    environment = VirtualBackground(
+    environment: VirtualBackground[TurnRequest, Turn] = VirtualBackground(
         clock,
         lambda r, s: Turn(sample_id=r.sample_id, observation=Observation((1, 2, 3)), failure=None, seconds=s),
         lambda request: 1.0,
