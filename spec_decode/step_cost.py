@@ -91,8 +91,10 @@ class StepCost:
             return
         bucket = self._buckets.setdefault(_bucket_of(rows), _Bucket())
         bucket.add(rows, seconds, context)
-        if bucket.steps <= KNOWN or self.num_steps % 8 == 0:
-            self._curve = self._most_known = None
+        if bucket.steps <= KNOWN:
+            self._most_known = None
+        if bucket.steps in (1, 2, KNOWN) or self.num_steps % 16 == 0:
+            self._curve = None
 
     @property
     def is_empty(self) -> bool:

@@ -81,6 +81,7 @@ class SuffixDrafter:
         self.name = "group" if scope == "prompt" else "ngram"
         self.config = config or SuffixConfig()
         compile_all()
+        self._behind: dict[str, Sample] = {}  # observed, and not taken in before a draft is asked for
         self._live: dict[str, _Text] = {}
         self._shared: dict[Hashable, _Shared] = {}  # the one used last stands last
         self.num_tokens = 0
@@ -90,10 +91,13 @@ class SuffixDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
+        if self.scope == "prompt":  # siblings are heard
+            self.take_in()
         for request in requests:
             if request.max_tokens < 1:
                 drafts.append(Draft([], self.name))
                 continue
+            self._behind.pop(request.sample.id, None)
             text = self._catch_up(request.sample)
             found = text.shared.index.draft(text.tail, request.max_tokens, tree=self.config.tree)
             parents = found.parents if self.config.tree else None
@@ -101,9 +105,22 @@ class SuffixDrafter:
         return drafts
 
     def observe(self, sample: Sample, num_new: int) -> None:
-        self._catch_up(sample)
+        before = self._behind.get(sample.id)
+        if before is not None and before is not sample:  # an id that is used again
+            self._catch_up(before)
+        self._behind[sample.id] = sample
+
+    def take_in(self) -> None:
+        """Brings the indexes up to what was observed. Done by itself when there is a draft to make; together, it takes
+        a fraction of the time that it takes token by token."""
+        for sample in self._behind.values():
+            self._catch_up(sample)
+        self._behind.clear()
 
     def forget(self, sample_id: str) -> None:
+        behind = self._behind.pop(sample_id, None)
+        if behind is not None and self.scope == "prompt":
+            self._catch_up(behind)
         text = self._live.pop(sample_id, None)
         if text is None:
             return
@@ -228,6 +245,7 @@ class SuffixDrafter:
 
     def check_integrity(self) -> None:
         """AssertionError if the counts or the texts do not add up."""
+        self.take_in()
         total = total_bytes = 0
         for key, shared in self._shared.items():
             assert shared.key == key

@@ -43,6 +43,7 @@ from longtail.sequence import Sequence
 from longtail.spec_decode.controller import Controller, ControllerConfig
 from longtail.spec_decode.drafter import Drafter
 from longtail.spec_decode.speculation import Speculation
+from longtail.spec_decode.step_cost import StepCost
 from longtail.version import PolicyVersion
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class NativeEngine:
         self._lock = threading.RLock()
         self._queue: deque[Event] = deque()
         self._counts = dict.fromkeys(COUNTS, 0)
+        self._step_cost = StepCost(self.row_rule.multiple)  # the machine's and the model's: a new drafter keeps it
         self.use_drafter(drafter, controller)
 
     # -- the engine protocol ------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ class NativeEngine:
 
     def _step(self, scheduled: list[Scheduled]) -> StepOutput:
         start, version = self.now(), self._version
-        result = self.stepper.run(scheduled, version, self._settle)
+        result = self.stepper.run(scheduled, version, self._settle, refilled=bool(self.scheduler.waiting))
         finished = [outcome.seq.sample for outcome in result.outcomes if outcome.seq.sample.is_done]
         made = result.num_output_tokens
         for name, count in (
@@ -314,14 +316,15 @@ class NativeEngine:
     ) -> None:
         """Drafts from here on with this drafter ("ngram", "group", "self", "model:DIRECTORY", "group>self": the first
         that has something to say, or an object); None: no drafts. Not one token depends on it, nor on when it changes
-        (verified by rejection: no distribution does). controller: how many drafts (`spec_decode/controller.py`).
+        (verified by rejection: no distribution does). controller: how many drafts (`spec_decode/controller.py`); by
+        default one that knows what steps cost from the drafters before, and learns the acceptance anew.
         ValueError for a name that is not known, and for a drafter that does not fit the model."""
         with self._lock:
             if drafter is None:
                 self.stepper.speculation = None
                 return
             target = Target(self.decoder, self.row_rule, self.kv, self.config, self.max_model_len)
-            self.stepper.speculation = speculate(drafter, target, controller, self.now)
+            self.stepper.speculation = speculate(drafter, target, controller, self.now, self._step_cost)
 
     def reset_prefix_cache(self) -> None:
         """Forgets what finished sequences left behind, so that a measurement does not live on an earlier one's work."""
