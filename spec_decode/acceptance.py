@@ -81,6 +81,7 @@ class Acceptance:
         self.config = config or AcceptanceConfig()
         self._drafters: dict[str, _Measured] = {}
         self._version: int | None = None
+        self._excess = [0.0, 0.0]  # tokens accepted over those expected, and the variance; older ones fade
 
     def judge(self, draft: Draft, accepted: int, rejected: bool) -> None:
         """Of a path the first `accepted` tokens were accepted and, if `rejected`, the one after them was not. (If not,
@@ -99,6 +100,9 @@ class Acceptance:
             measured.hits = measured.hits * keep + hit
             place = POSITIONS[min(i, len(POSITIONS) - 1)]
             c = NO_ESTIMATE if draft.probs is None else bisect.bisect_left(EDGES, draft.probs[i])
+            expected = (measured.accepted[place][c] + 0.5) / (measured.judged[place][c] + 1.0)
+            self._excess[0] += hit - expected
+            self._excess[1] += expected * (1.0 - expected)
             measured.judged[place][c] = measured.judged[place][c] * keep + 1.0
             measured.accepted[place][c] = measured.accepted[place][c] * keep + hit
             if i == len(measured.totals):
@@ -151,6 +155,14 @@ class Acceptance:
         silent = np.isnan(estimates)
         classes[silent], estimates[silent] = NO_ESTIMATE, self.config.prior
         return np.array(places), classes, estimates
+
+    def has_risen(self) -> bool:
+        """Whether lately clearly more was accepted than before (by two standard deviations). Asked once a step that
+        something was judged in; says so once."""
+        excess, variance = self._excess
+        risen = excess > 2.0 * math.sqrt(variance)
+        self._excess = [0.0, 0.0] if risen else [0.8 * excess, 0.8 * variance]
+        return risen
 
     def first_token(self, drafter: str) -> float | None:
         """Recent acceptance of a draft's first token; None if none was judged."""

@@ -15,7 +15,8 @@ not known) is paid from the same account.
 
 What looking costs. Making drafts, to see whether they pay, takes time as well. Where that is more than a trifle (`free`)
 and nothing is expected of it, it is done in some steps only: after each look that brought nothing the pause doubles, up
-to `longest_pause` steps, until a look brings something or sequences have gone, which makes drafts cheaper.
+to `longest_pause` steps, until a look brings something, more drafts come true than did before, or sequences have gone,
+which makes drafts cheaper.
 
 The account is as good as the measured costs. With steps that vary by 10 %, and spikes, simulated runs of a few hundred
 steps stay within 3 % of drafting off; on a machine whose speed jumps by 2.5 every 5 to 200 steps up to 11 % were lost.
@@ -37,6 +38,9 @@ from longtail.spec_decode.worth import OPEN, Worth
 
 STAKE = .25
 """Share of what may still be lost that one step's drafts may cost: a few unlucky steps do not end the drafting."""
+
+LEARN = 64
+"""Sequences that drafts are made for, to judge them, before looks that bring nothing become rarer."""
 
 Reason = Literal[
     "drafted",
@@ -159,10 +163,10 @@ class Controller:
         self._times_drafted = 0
         self._since_measured: Counter[int] = Counter()  # steps with drafts since one without, by batch
         self._gain = 1.0  # expected of drafts as they were lately, the time to make them left out
-        self._looks = 1
-        self._pause = 0  # steps between looks
-        self._paused = 0  # still to come of them
-        self._looked_at = 0  # batch of the last look
+        self._looked_at = 0  # sequences that drafts were made for, in all
+        self._last_look = 0  # batch of the last one
+        self._pause = self._paused = 0  # steps after it without one, and those still to come
+        self._wants_trial = False  # more rows would be tried if the account could bear it
 
     # ---- before a step
 
@@ -183,8 +187,8 @@ class Controller:
         pays = seconds <= self.config.free * step or self._gain * step > limit * (step + seconds)
         if pays and self._may_lose(seconds):
             return batch
-        if batch <= 0.75 * self._looked_at:
-            self._pause = self._paused = 0
+        if batch <= 0.75 * self._last_look:
+            self.look_again()
         count = 0
         if self._paused:
             self._paused -= 1
@@ -208,8 +212,12 @@ class Controller:
         the batch are to be judged only. The time to make the drafts has been spent."""
         asked = batch if asked is None else asked
         plan = self._plan(acceptance, batch, context, prefill, asked, worth)
-        self._looked_at = batch
-        self._pause = 0 if plan.rows else min(max(2 * self._pause, 1), self.config.longest_pause)
+        self._last_look = batch
+        self._looked_at += asked
+        if plan.rows or self._looked_at < LEARN or self._wants_trial:
+            self._pause = 0
+        else:
+            self._pause = min(max(2 * self._pause, 1), self.config.longest_pause)
         self._paused = self._pause
         self.reasons[batch, plan.reason] += 1
         return plan
@@ -234,10 +242,12 @@ class Controller:
             return Plan(none, "nothing drafted")
         curve = self.cost.curve(batch + drafts, context, prefill)
         weights = worth.weights(shared_part(curve, batch)) if asked == batch else None
-        if (stake := self._left_to_lose()) >= 0.0:  # no step stakes more
-            curve = np.where(curve - curve[batch] <= stake, curve, np.inf)
-        lengths, speedup = split(acceptance, batch, curve, weights)
-        may_lose = self._may_lose(0.0)
+        bounded = curve
+        if worth.certain:  # what the others gain counts only if the last one does too: no step stakes all there is
+            stake = max(self._left_to_lose(), 0.0) / worth.certain
+            bounded = np.where(curve - curve[batch] <= stake, curve, np.inf)
+        lengths, speedup = split(acceptance, batch, bounded, weights)
+        may_lose, self._wants_trial = self._may_lose(0.0), False
         tried = self._try(acceptance, batch, curve, sum(lengths), weights) if may_lose else None
         self._expect(speedup if tried is None else tried.speedup)
         if asked < batch:
@@ -252,9 +262,12 @@ class Controller:
             return Plan(none, "does not pay")
         return Plan(lengths, "drafted", speedup)
 
+    def look_again(self) -> None:
+        """Something has changed: drafts that did not pay may do now."""
+        self._pause = self._paused = 0
+
     def _expect(self, speedup: float) -> None:
-        self._looks += 1
-        self._gain += max(1.0 / self._looks, 0.1) * (speedup - self._gain)
+        self._gain = max(speedup, self._gain + 0.25 * (speedup - self._gain))
 
     def _try(
         self,
@@ -265,7 +278,7 @@ class Controller:
         weights: np.ndarray | None,
     ) -> Plan | None:
         """More rows than the cost is known of may cost less than is assumed. If they would pay were they free, they are
-        tried, where the account can bear that they cost in proportion."""
+        tried, where the account can bear what is assumed."""
         most = self.cost.most_known
         if batch + rows < most or most >= len(curve):
             return None
@@ -275,12 +288,12 @@ class Controller:
         if batch + sum(lengths) <= most or speedup <= 1.0 + self.config.margin:
             return None
         step = 2 * self.cost.row_multiple + most // 4  # a little further each time
-        while sum(lengths) and batch + sum(lengths) > most + step:
+        wanted, bearable = batch + sum(lengths), float(curve[batch]) + self._left_to_lose()
+        while wanted > most and (wanted > most + step or curve[wanted] > bearable):
             lengths[int(np.argmax(lengths))] -= 1
-        wanted = batch + sum(lengths)
-        block = self.cost.row_multiple
-        growth = -(-wanted // block) / -(-batch // block) - 1.0
-        if self.cost.is_known(wanted) or not self._may_lose(float(curve[batch]) * growth):
+            wanted -= 1
+        self._wants_trial = wanted <= most
+        if self._wants_trial or self.cost.is_known(wanted):
             return None
         return Plan(lengths, "trying", float(speedup))
 

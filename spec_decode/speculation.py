@@ -202,9 +202,12 @@ class Speculation:
             for i in self._drafted_for:
                 for counts in self._counts_of(samples[i], drafts[i]):
                     counts.draft_seconds += each
+        judging = bool(self._open)
         for sample, new in zip(samples, emitted, strict=True):
             if new:
                 self.observe(sample, new)
+        if judging and self.acceptance.has_risen():
+            self.controller.look_again()
         self.controller.done(
             len(samples),
             rows,

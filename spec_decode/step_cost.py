@@ -5,7 +5,8 @@
 g is measured for each row count (the mean of the middle half of the last WINDOW steps: a spike does not show), drawn
 towards the straight line through all of them where a row count has few steps, never falls (isotonic regression), and
 is interpolated where nothing was measured: flat within a block of row_multiple rows, to which the engine pads, linear
-between blocks. The slope of the context comes from how steps of one row count differ.
+between blocks. Within a block only row counts that were run lately are told apart: a cost from a time when the machine
+was slower would keep free rows from being tried again. The slope of the context comes from how steps of one row count differ.
 
 There is no factor for how quick the machine is at the moment: what it takes from one row count it gives to another, and
 their ratio, which is what matters, is lost.
@@ -20,6 +21,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+LATELY = 64
+"""Steps within which two row counts have seen the same machine, so that they can be told apart within a block."""
 WINDOW = 96
 """Long, so that row counts that are seldom run and those that often are have seen the same loads of the machine."""
 KNOWN = 5
@@ -36,12 +39,15 @@ class _Bucket:
 
     rows: float = 0.0
     steps: int = 0
+    last: int = 0
+    """Number of the last of them."""
     recent: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
     """(seconds, context)."""
     _middle: np.ndarray | None = None
 
-    def add(self, rows: int, seconds: float, context: float) -> None:
+    def add(self, number: int, rows: int, seconds: float, context: float) -> None:
         self.steps += 1
+        self.last = number
         self.rows += (rows - self.rows) / min(self.steps, WINDOW)
         self.recent.append((seconds, context))
         self._middle = None
@@ -90,7 +96,7 @@ class StepCost:
                 self._prefill = [self._prefill[0] * keep + rest, self._prefill[1] * keep + prefill]
             return
         bucket = self._buckets.setdefault(_bucket_of(rows), _Bucket())
-        bucket.add(rows, seconds, context)
+        bucket.add(self.num_steps, rows, seconds, context)
         if bucket.steps <= KNOWN:
             self._most_known = None
         if bucket.steps in (1, 2, KNOWN) or self.num_steps % 16 == 0:
@@ -152,16 +158,21 @@ class StepCost:
         last = np.append(first[1:], len(rows)) - 1
         lines = np.arange(max_rows + 1)
         line_blocks = -(-np.maximum(lines, 1) // multiple)
-        if len(knots) > 1:
-            slope = (values[-1] - values[first[-2]]) / max(padded[-1] - padded[first[-2]], 1)
+        if len(knots) > 1:  # from half as many rows: between neighbours it would be noise
+            half = first[max(int(np.searchsorted(2 * knots, knots[-1], side="right")) - 1, 0)]
+            slope = (values[-1] - values[half]) / (padded[-1] - padded[half])
         else:
             slope = 0.5 * values[-1] / padded[-1]  # half of the cost grows with the rows, until it is known
         curve = np.interp(line_blocks * multiple, padded[last], values[last])
         beyond = line_blocks > block[-1]
         curve[beyond] = values[-1] + slope * (line_blocks[beyond] * multiple - padded[-1])
+        lately = np.array([self.num_steps - self._buckets[key].last <= LATELY for key in keys])
         for knot, low, high in zip(knots, first, last, strict=True):  # inside a measured block: what was measured
             inside = line_blocks == knot
-            curve[inside] = np.interp(lines[inside], rows[low : high + 1], values[low : high + 1])
+            chosen = np.arange(low, high + 1)
+            if lately[chosen].any():
+                chosen = chosen[lately[chosen]]
+            curve[inside] = np.interp(lines[inside], rows[chosen], values[chosen])
         return np.maximum.accumulate(curve)
 
 

@@ -84,10 +84,19 @@ class SuffixDrafter:
         self._behind: dict[str, Sample] = {}  # observed, and not taken in before a draft is asked for
         self._live: dict[str, _Text] = {}
         self._shared: dict[Hashable, _Shared] = {}  # the one used last stands last
-        self.num_tokens = 0
-        """Tokens kept, prompts counted once an index,"""
-        self.num_bytes = 0
-        """and the memory of all indexes."""
+        self._num_tokens = self._num_bytes = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens kept, prompts counted once an index."""
+        self.take_in()
+        return self._num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all indexes."""
+        self.take_in()
+        return self._num_bytes
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
@@ -153,13 +162,13 @@ class SuffixDrafter:
         self._count(index, 1)
         if index.num_tokens > self.config.max_tokens_per_index:
             self._shrink(text.shared)
-        if self.num_bytes > self.config.max_bytes:
+        if self._num_bytes > self.config.max_bytes:
             self._make_room()
         return text
 
     def _count(self, index: SuffixIndex, sign: int) -> None:
-        self.num_tokens += sign * index.num_tokens
-        self.num_bytes += sign * index.num_bytes
+        self._num_tokens += sign * index.num_tokens
+        self._num_bytes += sign * index.num_bytes
 
     def _attach(self, sample: Sample) -> _Text:
         key: Hashable = sample.prompt_ids if self.scope == "prompt" else sample.id
@@ -230,12 +239,12 @@ class SuffixDrafter:
 
     def _make_room(self) -> None:
         for shared in list(self._shared.values()):
-            if self.num_bytes <= self.config.max_bytes * 3 // 4:
+            if self._num_bytes <= self.config.max_bytes * 3 // 4:
                 return
             if not shared.has_live:
                 self._drop(shared)
         for shared in sorted(self._shared.values(), key=lambda shared: -shared.index.num_bytes):
-            if self.num_bytes <= self.config.max_bytes:
+            if self._num_bytes <= self.config.max_bytes:
                 return
             self._shrink(shared)
 
@@ -258,7 +267,7 @@ class SuffixDrafter:
                 assert count == text.length - text.dropped, (text.sample_id, count, text.length, text.dropped)
                 own += count
             assert own == shared.index.num_tokens, (key, own, shared.index.num_tokens)
-        assert (total, total_bytes) == (self.num_tokens, self.num_bytes)
+        assert (total, total_bytes) == (self._num_tokens, self._num_bytes)
         assert all(text.live and text.shared.key in self._shared for text in self._live.values())
 
 

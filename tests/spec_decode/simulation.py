@@ -25,6 +25,7 @@ def truth(number: int, position: int) -> int:
 
 class Clock:
     now = 0.0
+    step = 0
 
     def __call__(self) -> float:
         return self.now
@@ -39,15 +40,13 @@ class Coin:
     def __init__(self, clock: Clock, accept: Accept, seconds: float, claims: Callable[[float], float] | None) -> None:
         self.clock, self.accept, self.seconds, self.claims = clock, accept, seconds, claims
         self.random = random.Random(1)
-        self.steps = 0
         self.spent = 0.0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        self.steps += 1
         drafts = []
         for request in requests:
             number, position = int(request.sample.id), len(request.sample.output_ids)
-            chance = self.accept(self.steps, number)
+            chance = self.accept(self.clock.step, number)
             tokens = []
             for j in range(request.max_tokens):
                 miss = self.random.random() >= chance
@@ -96,6 +95,7 @@ def simulate(
         total = 0
         while total < tokens * batch:
             step += 1
+            clock.step = step
             if fixed is None:
                 drafts = speculation.draft(samples, [8] * batch)
             elif fixed:
