@@ -91,7 +91,9 @@ class Acceptance:
             raise ValueError(f"accepted {accepted}, rejected {rejected}: the draft has {len(draft.tokens)} tokens")
         if not judged:
             return
-        measured = self._drafters.setdefault(draft.drafter, _Measured())
+        measured = self._drafters.get(draft.drafter)
+        if measured is None:
+            measured = self._drafters[draft.drafter] = _Measured()
         keep = 1.0 - 1.0 / self.config.memory
         for i in range(judged):
             hit = i < accepted

@@ -43,7 +43,7 @@ class _Bucket:
     """Number of the last of them."""
     recent: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
     """(seconds, context)."""
-    _middle: np.ndarray | None = None
+    _middle: _Middle | None = None
 
     def add(self, number: int, rows: int, seconds: float, context: float) -> None:
         self.steps += 1
@@ -52,13 +52,30 @@ class _Bucket:
         self.recent.append((seconds, context))
         self._middle = None
 
-    def middle(self) -> np.ndarray:
-        """[n, 2]: the middle half of `recent` by seconds."""
+    def middle(self) -> _Middle:
         if self._middle is None:
-            ordered = np.array(sorted(self.recent))
+            ordered = sorted(self.recent)
             quarter = len(ordered) // 4
-            self._middle = ordered[quarter : len(ordered) - quarter]
+            chosen = ordered[quarter : len(ordered) - quarter]
+            count = len(chosen)
+            seconds, context = sum(s for s, _ in chosen) / count, sum(c for _, c in chosen) / count
+            variance = sum((c - context) ** 2 for _, c in chosen)
+            covariance = sum((c - context) * (s - seconds) for s, c in chosen)
+            self._middle = _Middle(count, seconds, context, variance, covariance)
         return self._middle
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Middle:
+    """The middle half of a row count's steps by seconds: means, and sums of products less the means."""
+
+    count: int
+    seconds: float
+    context: float
+    variance: float
+    """Of the context."""
+    covariance: float
+    """Of context and seconds."""
 
 
 class StepCost:
@@ -143,12 +160,12 @@ class StepCost:
         per_prefill = self._prefill[0] / self._prefill[1] if self._prefill[1] else 0.0
         return self._curve[: max_rows + 1] + (self._per_context * context + per_prefill * prefill)
 
-    def _make_curve(self, middles: dict[int, np.ndarray], max_rows: int) -> np.ndarray:
+    def _make_curve(self, middles: dict[int, _Middle], max_rows: int) -> np.ndarray:
         """g by rows."""
         keys = sorted(middles)
         rows = np.array([round(self._buckets[key].rows) for key in keys])
-        values = np.array([(middles[key] @ [1.0, -self._per_context]).mean() for key in keys])
-        weights = np.array([float(len(middles[key])) for key in keys])
+        values = np.array([middles[key].seconds - self._per_context * middles[key].context for key in keys])
+        weights = np.array([float(middles[key].count) for key in keys])
         multiple = self.row_multiple
         block = -(-rows // multiple)
         padded = block * multiple
@@ -176,16 +193,16 @@ class StepCost:
         return np.maximum.accumulate(curve)
 
 
-def _context_slope(middles: Iterable[np.ndarray]) -> float:
+def _context_slope(middles: Iterable[_Middle]) -> float:
     """Least squares within the row counts: seconds over contexts, each less its mean. Not below 0, and never more than
     most of the time: a slope from nearly equal contexts is noise."""
     variance = covariance = 0.0
-    most = np.inf
-    for seconds, context in (middle.T for middle in middles):
-        variance += float(((context - context.mean()) ** 2).sum())
-        covariance += float(((context - context.mean()) * (seconds - seconds.mean())).sum())
-        if context.mean() > 0.0:
-            most = min(most, 0.9 * float(seconds.mean() / context.mean()))
+    most = math.inf
+    for middle in middles:
+        variance += middle.variance
+        covariance += middle.covariance
+        if middle.context > 0.0:
+            most = min(most, 0.9 * middle.seconds / middle.context)
     return min(max(covariance / variance, 0.0), most) if variance > 0.0 else 0.0
 
 
