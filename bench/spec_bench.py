@@ -6,10 +6,10 @@
 
 `batch` samples decode at once: real task prompts in groups, a fixed number of new tokens each, EOS ignored. A batch
 below the group's size is the tail: the other samples of the group are done, and the drafter knows them. Each run begins
-with a new drafter and a new controller, which does not know the acceptance: what it takes to learn it is in the figures,
-and the shorter the run, the more. What a step costs is kept from run to run and from contestant to contestant, as an
-engine keeps it. Nothing waits for the slots, and the ends are known: the run ends with its slowest sequence, which is
-what the controller then goes by. Exact numerics, so that the streams of all contestants must be equal,
+with a new drafter and a new controller, which does not know the acceptance: what it takes to learn it is in the
+figures, and the shorter the run, the more. What a step costs is kept from run to run and from contestant to contestant,
+as an engine keeps it. Nothing waits for the slots, and the ends are known: the run ends with its slowest sequence,
+which is what the controller then goes by. Exact numerics, so that the streams of all contestants must be equal,
 whatever the batch; a run with another token has no speed.
 
 Contestants: each drafter under the controller (what a user gets), and with fixed lengths where asked for. Besides the

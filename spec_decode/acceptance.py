@@ -65,7 +65,7 @@ class _Measured:
         """By class of the position and of the estimate; older ones fade."""
         self.accepted = [[0.0] * (NO_ESTIMATE + 1) for _ in range(max(POSITIONS) + 1)]
         self.claimed = self.hits = 0.0
-        """Tokens that should have been accepted by the drafter's own estimates, and those that were; older ones fade."""
+        """Tokens accepted if the drafter's own estimates were right, and those that were; older ones fade."""
         self.totals: list[list[int]] = []
         """[judged, accepted] of each position, of the whole run."""
         self.before = [0.0, 0.0]

@@ -13,10 +13,10 @@ emitted stand for in steps without drafts, less the seconds that the step and th
 time has passed. Everything that is tried for information (drafts that are made to be judged, row counts whose cost is
 not known) is paid from the same account.
 
-What looking costs. Making drafts, to see whether they pay, takes time as well. Where that is more than a trifle (`free`)
-and nothing is expected of it, it is done in some steps only: after each look that brought nothing the pause doubles, up
-to `longest_pause` steps, until a look brings something, more drafts come true than did before, or sequences have gone,
-which makes drafts cheaper.
+What looking costs. Making drafts, to see whether they pay, takes time as well. Where that is more than a trifle
+(`free`) and nothing is expected of it, it is done in some steps only: after each look that brought nothing the pause
+doubles, up to `longest_pause` steps, until a look brings something, more drafts come true than did before, or
+sequences have gone, which makes drafts cheaper.
 
 The account is as good as the measured costs. With steps that vary by 10 %, and spikes, simulated runs of a few hundred
 steps stay within 3 % of drafting off; on a machine whose speed jumps by 2.5 every 5 to 200 steps up to 11 % were lost.
@@ -36,7 +36,7 @@ from longtail.spec_decode.break_even import break_even_acceptance
 from longtail.spec_decode.step_cost import StepCost
 from longtail.spec_decode.worth import OPEN, Worth
 
-STAKE = .25
+STAKE = 0.25
 """Share of what may still be lost that one step's drafts may cost: a few unlucky steps do not end the drafting."""
 
 LEARN = 64

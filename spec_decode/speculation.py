@@ -34,8 +34,9 @@ STOPS_PRIOR = (1.0, 256.0)
 
 
 class Speculation:
-    """row_multiple: see `StepCost`; cost: measured before, by the same model on the same machine. match: verification is by match, so that drafts can be judged unverified; False for
-    rejection sampling. vocab_size: ids of drafts are below it. clock: seconds. Drafts are paths.
+    """row_multiple: see `StepCost`; cost: measured before, by the same model on the same machine. match: verification
+    is by match, so that drafts can be judged unverified; False for rejection sampling. vocab_size: ids of drafts are
+    below it. clock: seconds. Drafts are paths.
 
     Drafts cannot change a token, so a drafter that fails cannot end a run: it is dropped with the warning
     `DrafterDropped`, and `failure` (in the report too) says why."""

@@ -87,8 +87,9 @@ def simulate(
     known: StepCost | None = None,
 ) -> Run:
     """batches: (sequences, tokens for each) one after the other, each until it has made as many tokens in all, as if
-    slots were refilled; drain: until each sequence has made as many, while nothing waits; known: costs of a step; fixed: drafts for each sequence, instead of the
-    controller's choice. The controller sees a step's cost times noise and what disturbs the machine at this step."""
+    slots were refilled; drain: until each sequence has made as many, while nothing waits; known: costs of a step;
+    fixed: drafts for each sequence, instead of the controller's choice. The controller sees a step's cost times noise
+    and what disturbs the machine at this step."""
     clock, rng = Clock(), random.Random(seed)
     coin = Coin(clock, accept, draft_seconds, claims)
     speculation = Speculation(coin, row_multiple=4, cost=known, clock=clock)

@@ -118,9 +118,7 @@ def looks(c: Controller, batch: int, steps: int, acceptance: float = 0.0) -> lis
         if asked:
             made.append(step)
             drafts = c.plan([np.array([acceptance] * 3)] * asked, batch, asked=asked).rows
-        c.done(
-            batch, drafts, [1] * batch, seconds, drafted_for=asked, draft_seconds=0.01 * seconds if asked else 0.0
-        )
+        c.done(batch, drafts, [1] * batch, seconds, drafted_for=asked, draft_seconds=0.01 * seconds if asked else 0.0)
     return made
 
 
@@ -266,7 +264,15 @@ def test_what_was_won_is_not_all_lost_again() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_drafts", 0), ("refresh", 0), ("longest_pause", 0), ("margin", -0.1), ("max_loss", 1.0), ("free", -1.0), ("max_credit", -1.0)],
+    [
+        ("max_drafts", 0),
+        ("refresh", 0),
+        ("longest_pause", 0),
+        ("margin", -0.1),
+        ("max_loss", 1.0),
+        ("free", -1.0),
+        ("max_credit", -1.0),
+    ],
 )
 def test_bad_settings_are_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):

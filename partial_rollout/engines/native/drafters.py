@@ -1,6 +1,6 @@
 """The native engine's drafters by name: those of `spec_decode/choice.py`, and those that run a model.
 
-    "self"  "self:0,2,5"  "model:DIRECTORY"  "mtp:DIRECTORY"  "group>self"
+"self"  "self:0,2,5"  "model:DIRECTORY"  "mtp:DIRECTORY"  "group>self"
 """
 
 from __future__ import annotations
