@@ -64,7 +64,9 @@ class _Timed(SimulatedEngine):
     seconds = 0.0
     sequence_steps = 0
 
-    def step(self, *, horizon: int | None = None, until: float | None = None) -> StepOutput:
+    def step(
+        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False
+    ) -> StepOutput:
         start = time.perf_counter()
         out = super().step(horizon=1)
         self.seconds += time.perf_counter() - start

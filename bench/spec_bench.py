@@ -6,8 +6,10 @@
 
 `batch` samples decode at once: real task prompts in groups, a fixed number of new tokens each, EOS ignored. A batch
 below the group's size is the tail: the other samples of the group are done, and the drafter knows them. Each run begins
-with a new drafter and a new controller, which knows neither costs nor acceptance: what it takes to learn them is in the
-figures, and the shorter the run, the more. Exact numerics, so that the streams of all contestants must be equal,
+with a new drafter and a new controller, which does not know the acceptance: what it takes to learn it is in the
+figures, and the shorter the run, the more. What a step costs is kept from run to run and from contestant to contestant,
+as an engine keeps it. Nothing waits for the slots, and the ends are known: the run ends with its slowest sequence,
+which is what the controller then goes by. Exact numerics, so that the streams of all contestants must be equal,
 whatever the batch; a run with another token has no speed.
 
 Contestants: each drafter under the controller (what a user gets), and with fixed lengths where asked for. Besides the
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
     from longtail.events import Event
     from longtail.partial_rollout.engines.native.engine import NativeEngine
-    from longtail.spec_decode.controller import Controller
+    from longtail.spec_decode.controller import Controller, ControllerConfig
 
 DRAFTERS = ("ngram", "group", "group>ngram", "oracle:0.8", "garbage")
 OFF = "off"
@@ -221,16 +223,13 @@ class _Bench:
                 made[name] = self.makers[name](self.engine)
         return Counting(make_drafter(contestant.drafter, made))
 
-    def _controller(self, contestant: Contestant) -> Controller | None:
-        from longtail.spec_decode.controller import Controller, ControllerConfig, FixedLength
+    def _controller(self, contestant: Contestant) -> Controller | ControllerConfig:
+        from longtail.spec_decode.controller import ControllerConfig, FixedLength
         from longtail.spec_decode.step_cost import StepCost
 
-        if contestant.drafter is None:
-            return None
-        cost = StepCost(self.engine.row_rule.multiple)
         if contestant.length is not None:
-            return FixedLength(contestant.length, cost)
-        return Controller(cost, ControllerConfig(max_drafts=self.config.max_drafts))
+            return FixedLength(contestant.length, StepCost(self.engine.row_rule.multiple))
+        return ControllerConfig(max_drafts=self.config.max_drafts)
 
     def rows(self, batch: int) -> list[dict[str, Any]]:
         """One of each contestant, from all repeats."""

@@ -98,10 +98,13 @@ class Engine(Protocol):
         """A new limit in place of the old one, counted from now. ValueError if the sample is not in the engine."""
         ...
 
-    def step(self, *, horizon: int | None = None, until: float | None = None) -> StepOutput:
+    def step(
+        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False
+    ) -> StepOutput:
         """horizon: output tokens after which, and until: time on this engine's clock at which, the caller wants to look
         again; None: no matter. One forward pass, whatever they say, on a real engine; a virtual one goes on, not beyond
-        either, until there is something to report."""
+        either, until there is something to report. refilled: others wait for the slots that become free (where not, the
+        run ends with the slowest sample, which is to be helped by drafts rather than all together)."""
         ...
 
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:

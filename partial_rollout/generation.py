@@ -156,7 +156,11 @@ class Generation:
                     "finish, pause or abort those first"
                 )
             return False
-        out = self.engine.step(horizon=self.strategy.horizon(state), until=self.workers.next_time())
+        out = self.engine.step(
+            horizon=self.strategy.horizon(state),
+            until=self.workers.next_time(),
+            refilled=state.queue.num_eligible > 0,
+        )
         if self.store.commit_due:
             self.commit()
         state.num_output_tokens += out.num_output_tokens

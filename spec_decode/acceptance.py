@@ -38,7 +38,9 @@ class AcceptanceConfig:
     prior_weight: float = 12.0
     """Judged tokens that the coarser estimate is worth: a class is believed once it has more."""
     prior: float = 0.5
-    """Acceptance of a drafter that gives no estimates and has not been judged."""
+    """What a drafter that gives no estimates is taken to claim."""
+    trust: float = 0.5
+    """Share of what a drafter claims that is believed until it was judged: judging is cheap, believing is not."""
     fall: float = 0.2
     """Relative fall of the first tokens' acceptance after a weight update that is reported,"""
     fall_z: float = 4.0
@@ -50,7 +52,7 @@ class AcceptanceConfig:
         for name in ("memory", "prior_weight", "fall_judged"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("prior", "fall"):
+        for name in ("prior", "trust", "fall"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
 
@@ -62,6 +64,8 @@ class _Measured:
         self.judged = [[0.0] * (NO_ESTIMATE + 1) for _ in range(max(POSITIONS) + 1)]
         """By class of the position and of the estimate; older ones fade."""
         self.accepted = [[0.0] * (NO_ESTIMATE + 1) for _ in range(max(POSITIONS) + 1)]
+        self.claimed = self.hits = 0.0
+        """Tokens accepted if the drafter's own estimates were right, and those that were; older ones fade."""
         self.totals: list[list[int]] = []
         """[judged, accepted] of each position, of the whole run."""
         self.before = [0.0, 0.0]
@@ -77,6 +81,7 @@ class Acceptance:
         self.config = config or AcceptanceConfig()
         self._drafters: dict[str, _Measured] = {}
         self._version: int | None = None
+        self._excess = [0.0, 0.0]  # tokens accepted over those expected, and the variance; older ones fade
 
     def judge(self, draft: Draft, accepted: int, rejected: bool) -> None:
         """Of a path the first `accepted` tokens were accepted and, if `rejected`, the one after them was not. (If not,
@@ -86,12 +91,20 @@ class Acceptance:
             raise ValueError(f"accepted {accepted}, rejected {rejected}: the draft has {len(draft.tokens)} tokens")
         if not judged:
             return
-        measured = self._drafters.setdefault(draft.drafter, _Measured())
+        measured = self._drafters.get(draft.drafter)
+        if measured is None:
+            measured = self._drafters[draft.drafter] = _Measured()
         keep = 1.0 - 1.0 / self.config.memory
         for i in range(judged):
             hit = i < accepted
+            claim = self.config.prior if draft.probs is None else draft.probs[i]
+            measured.claimed = measured.claimed * keep + claim
+            measured.hits = measured.hits * keep + hit
             place = POSITIONS[min(i, len(POSITIONS) - 1)]
             c = NO_ESTIMATE if draft.probs is None else bisect.bisect_left(EDGES, draft.probs[i])
+            expected = (measured.accepted[place][c] + 0.5) / (measured.judged[place][c] + 1.0)
+            self._excess[0] += hit - expected
+            self._excess[1] += expected * (1.0 - expected)
             measured.judged[place][c] = measured.judged[place][c] * keep + 1.0
             measured.accepted[place][c] = measured.accepted[place][c] * keep + hit
             if i == len(measured.totals):
@@ -106,28 +119,52 @@ class Acceptance:
     def estimate(self, drafts: Sequence[Draft]) -> list[np.ndarray]:
         """For each draft (a path), for each token: the probability that it is accepted if those before it are. From
         the class of position and estimate; where little is known of it, from the estimate's class at any position;
-        where little is known of that, the drafter's own estimate."""
-        out: list[np.ndarray] = []
+        where little is known of that, the drafter's own estimate, times what its estimates have come to."""
+        out: list[np.ndarray] = [_NONE] * len(drafts)
         by_name: dict[str, list[int]] = {}
         for i, draft in enumerate(drafts):
-            out.append(np.empty(0))
             if draft.tokens:
                 by_name.setdefault(draft.drafter, []).append(i)
-        weight = self.config.prior_weight
+        weight, trust = self.config.prior_weight, self.config.trust
         for name, indices in by_name.items():
             chosen = [drafts[i] for i in indices]
-            places, classes = _classes(chosen)
-            own = np.concatenate(
-                [np.full(len(d), self.config.prior) if d.probs is None else np.asarray(d.probs) for d in chosen]
-            )
+            places, classes, own = self._classes(chosen)
             measured = self._drafters.get(name)
-            if measured is not None:
+            if measured is None:
+                own *= trust
+            else:
+                own *= (measured.hits + weight * trust) / (measured.claimed + weight)
+                np.minimum(own, 1.0, out=own)
                 judged, accepted = np.array(measured.judged), np.array(measured.accepted)
                 own = (accepted.sum(0)[classes] + weight * own) / (judged.sum(0)[classes] + weight)
                 own = (accepted[places, classes] + weight * own) / (judged[places, classes] + weight)
-            for i, part in zip(indices, np.split(own, np.cumsum([len(d) for d in chosen])[:-1]), strict=True):
-                out[i] = part
+            start = 0
+            for i, draft in zip(indices, chosen, strict=True):
+                out[i] = own[start : start + len(draft)]
+                start += len(draft)
         return out
+
+    def _classes(self, drafts: Sequence[Draft]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(class of the position, class of the estimate, estimate) of every token, one draft after the other."""
+        places: list[int] = []
+        own: list[float] = []
+        for draft in drafts:
+            count = len(draft)
+            places += POSITIONS[:count] + POSITIONS[-1:] * (count - len(POSITIONS))
+            own += [np.nan] * count if draft.probs is None else draft.probs
+        estimates = np.array(own)
+        classes = np.searchsorted(EDGES, estimates)
+        silent = np.isnan(estimates)
+        classes[silent], estimates[silent] = NO_ESTIMATE, self.config.prior
+        return np.array(places), classes, estimates
+
+    def has_risen(self) -> bool:
+        """Whether lately clearly more was accepted than before (by two standard deviations). Asked once a step that
+        something was judged in; says so once."""
+        excess, variance = self._excess
+        risen = excess > 2.0 * math.sqrt(variance)
+        self._excess = [0.0, 0.0] if risen else [0.8 * excess, 0.8 * variance]
+        return risen
 
     def first_token(self, drafter: str) -> float | None:
         """Recent acceptance of a draft's first token; None if none was judged."""
@@ -164,10 +201,4 @@ class Acceptance:
             )
 
 
-def _classes(drafts: Sequence[Draft]) -> tuple[np.ndarray, np.ndarray]:
-    """(class of the position, class of the estimate) of every token, one draft after the other."""
-    places = np.concatenate([np.minimum(np.arange(len(d)), len(POSITIONS) - 1) for d in drafts])
-    classes = np.concatenate(
-        [np.full(len(d), NO_ESTIMATE) if d.probs is None else np.searchsorted(EDGES, d.probs) for d in drafts]
-    )
-    return np.array(POSITIONS)[places], classes
+_NONE = np.empty(0)

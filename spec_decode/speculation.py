@@ -10,6 +10,7 @@ It hands out drafts and takes in what became of them. Verification, and the KV o
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,15 +22,21 @@ from longtail.spec_decode.controller import Controller, ControllerConfig, Plan
 from longtail.spec_decode.drafter import Draft, Drafter, DraftRequest
 from longtail.spec_decode.metrics import Counts
 from longtail.spec_decode.step_cost import StepCost
+from longtail.spec_decode.worth import OPEN, Worth
 
 
 class DrafterDropped(UserWarning):
     """A drafter raised, or gave what is no draft."""
 
 
+STOPS_PRIOR = (1.0, 256.0)
+"""Samples that stopped before their cap, and tokens that could have been the last: what is assumed at first."""
+
+
 class Speculation:
-    """row_multiple: see `StepCost`. match: verification is by match, so that drafts can be judged unverified; False for
-    rejection sampling. vocab_size: ids of drafts are below it. clock: seconds. Drafts are paths.
+    """row_multiple: see `StepCost`; cost: measured before, by the same model on the same machine. match: verification
+    is by match, so that drafts can be judged unverified; False for rejection sampling. vocab_size: ids of drafts are
+    below it. clock: seconds. Drafts are paths.
 
     Drafts cannot change a token, so a drafter that fails cannot end a run: it is dropped with the warning
     `DrafterDropped`, and `failure` (in the report too) says why."""
@@ -39,6 +46,7 @@ class Speculation:
         drafter: Drafter,
         *,
         row_multiple: int = 1,
+        cost: StepCost | None = None,
         controller: Controller | ControllerConfig | None = None,
         acceptance: AcceptanceConfig | None = None,
         match: bool = True,
@@ -54,7 +62,7 @@ class Speculation:
         if isinstance(controller, Controller):
             self.controller, self.cost = controller, controller.cost
         else:
-            self.cost = StepCost(row_multiple)
+            self.cost = StepCost(row_multiple) if cost is None else cost
             self.controller = Controller(self.cost, controller)
         self.acceptance = Acceptance(acceptance)
         self.total = Counts()
@@ -65,21 +73,35 @@ class Speculation:
         # Of each sample, drafts not judged to their end: (output tokens before it, the draft, tokens that came true).
         self._open: dict[str, list[tuple[int, Draft, int]]] = {}
         self._draft_seconds = 0.0
-        self._drafted_for = 0
+        self._drafted_for: list[int] = []  # numbers of the samples that drafts were made for in this step
         self._turn = 0
+        self._worth = OPEN
+        self._stopped, self._could_stop = STOPS_PRIOR
 
     def draft(
-        self, samples: Sequence[Sample], room: Sequence[int], *, context: float = 0.0, prefill: int = 0
+        self,
+        samples: Sequence[Sample],
+        room: Sequence[int],
+        *,
+        context: float = 0.0,
+        prefill: int = 0,
+        refilled: bool = True,
+        left: Sequence[int] | None = None,
     ) -> list[Draft]:
         """samples: all that decode in this step; room: the most drafts that each can take (its length cap, its blocks,
-        the row budget of the pass); context: KV tokens that the pass reads; prefill: rows of prompts in it.
+        the row budget of the pass); context: KV tokens that the pass reads; prefill: rows of prompts in it; refilled:
+        others wait for the slots of those that end; left: tokens that each may still make (by default room + 1).
         -> one draft each, many of them empty."""
-        self._draft_seconds, self._drafted_for, self.plan = 0.0, 0, None
-        out = [Draft([], self.drafter.name) for _ in samples]
+        self._draft_seconds, self._drafted_for, self.plan = 0.0, [], None
         batch = len(samples)
-        asked = self.controller.ask(batch, context, prefill) if any(room) and self.failure is None else 0
+        self._worth = OPEN
+        if not refilled and batch:
+            self._worth = self._worth_of(samples, [n + 1 for n in room] if left is None else left)
+        asked = 0
+        if self.failure is None and any(room):
+            asked = self.controller.ask(batch, context, prefill, self._worth)
         if not asked:
-            return out
+            return [Draft([], self.drafter.name) for _ in samples]
         start = self.now()
         most = self.controller.config.max_drafts
         chosen = list(range(batch))
@@ -87,6 +109,7 @@ class Speculation:
             chosen = [(self._turn + i) % batch for i in range(asked)]
             self._turn += asked
         requests = [DraftRequest(samples[i], max(min(room[i], most), 0)) for i in chosen]
+        out = [Draft([], self.drafter.name) for _ in samples]
         try:
             drafts = [draft.cut(r.max_tokens) for r, draft in zip(requests, self._proposed(requests), strict=True)]
         except Exception as error:
@@ -102,12 +125,21 @@ class Speculation:
                 # What tells of the tokens that were drawn may not decide which of them are verified: those that are cut
                 # off would be made up for by the target's own ones, and come less often than they should.
                 draft.probs = None
-        self.plan = self.controller.plan(self.acceptance.estimate(drafts), batch, context, prefill, asked)
+        estimates = self.acceptance.estimate(drafts)
+        self.plan = self.controller.plan(estimates, batch, context, prefill, asked, self._worth)
         for i, draft, length in zip(chosen, drafts, self.plan.lengths, strict=True):
             out[i] = draft.cut(length)
         self._draft_seconds = self.now() - start
-        self._drafted_for = sum(r.max_tokens > 0 for r in requests)
+        self._drafted_for = [i for i, request in zip(chosen, requests, strict=True) if request.max_tokens]
         return out
+
+    def _worth_of(self, samples: Sequence[Sample], left: Sequence[int]) -> Worth:
+        """How likely it is that these samples come to their caps: surely where nothing else can end them, else as it
+        went with those before."""
+        if all(s.params.ignore_eos and not s.params.stop and not s.params.stop_token_ids for s in samples):
+            return Worth.of(left, 1.0)
+        certain = math.exp(-self._stopped / self._could_stop * max(left))
+        return Worth.of(left, certain if certain > 0.01 else 0.0)
 
     def _proposed(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """ValueError for what is not a draft for each request."""
@@ -120,8 +152,13 @@ class Speculation:
             if draft.parents is not None:
                 raise ValueError("it drafts trees (parents), and the verification takes one path")
             tokens = draft.tokens
-            if not isinstance(tokens, list) or not all(
-                type(t) is int and t >= 0 and (self.vocab_size is None or t < self.vocab_size) for t in tokens
+            if not isinstance(tokens, list) or (
+                tokens
+                and not (
+                    set(map(type, tokens)) == {int}
+                    and min(tokens) >= 0
+                    and (self.vocab_size is None or max(tokens) < self.vocab_size)
+                )
             ):
                 limit = "" if self.vocab_size is None else f" below {self.vocab_size}"
                 raise ValueError(f"tokens must be a list of ids from 0{limit}, not {tokens!r:.200}")
@@ -129,6 +166,8 @@ class Speculation:
                 value = getattr(draft, name)
                 if value is not None and len(value) != len(tokens):
                     raise ValueError(f"{name} has {len(value)} entries for {len(tokens)} tokens; give one a token")
+            if draft.probs is not None and not all(0.0 <= p <= 1.0 for p in draft.probs):
+                raise ValueError(f"probs must be probabilities, not {draft.probs!r:.200}")
         return drafts
 
     def _drop(self, error: Exception) -> None:
@@ -150,36 +189,55 @@ class Speculation:
         committed; 0 where its result was thrown away (paused or preempted meanwhile, failed). seconds: of the step
         without the drafting."""
         rows = sum(map(len, drafts))
-        each = self._draft_seconds / max(self._drafted_for, 1)
-        row_seconds = seconds / (len(samples) + rows + prefill) if samples else 0.0
-        for sample, draft, taken, new in zip(samples, drafts, accepted, emitted, strict=True):
-            if each or draft.tokens:
-                counts = Counts(draft_seconds=each)
+        if rows:
+            row_seconds = seconds / (len(samples) + rows + prefill)
+            for sample, draft, taken, new in zip(samples, drafts, accepted, emitted, strict=True):
                 if draft.tokens and new:
-                    counts.steps, counts.drafted, counts.accepted, counts.emitted = 1, len(draft), taken, new
-                    counts.verify_seconds = row_seconds * (len(draft) + 1)
                     if not self.match:
                         self.acceptance.judge(draft, taken, rejected=taken < len(draft) and new > taken)
-                self.total.add(counts)
-                self.by_drafter.setdefault(draft.drafter, Counts()).add(counts)
-                self._by_sample.setdefault(sample.id, Counts()).add(counts)
+                    did = Counts(1, len(draft), taken, new, verify_seconds=row_seconds * (len(draft) + 1))
+                    for counts in self._counts_of(sample, draft):
+                        counts.add(did)
+        if self._drafted_for:
+            each = self._draft_seconds / len(self._drafted_for)
+            for i in self._drafted_for:
+                for counts in self._counts_of(samples[i], drafts[i]):
+                    counts.draft_seconds += each
+        judging = bool(self._open)
+        for sample, new in zip(samples, emitted, strict=True):
             if new:
                 self.observe(sample, new)
+        if judging and self.acceptance.has_risen():
+            self.controller.look_again()
         self.controller.done(
             len(samples),
             rows,
-            sum(emitted),
+            emitted,
             seconds,
-            drafted_for=self._drafted_for,
+            worth=self._worth,
+            drafted_for=len(self._drafted_for),
             draft_seconds=self._draft_seconds,
             context=context,
             prefill=prefill,
         )
-        self._draft_seconds, self._drafted_for = 0.0, 0
+        self._draft_seconds, self._drafted_for = 0.0, []
+
+    def _counts_of(self, sample: Sample, draft: Draft) -> tuple[Counts, Counts, Counts]:
+        by_drafter = self.by_drafter.get(draft.drafter)
+        if by_drafter is None:
+            by_drafter = self.by_drafter[draft.drafter] = Counts()
+        by_sample = self._by_sample.get(sample.id)
+        if by_sample is None:
+            by_sample = self._by_sample[sample.id] = Counts()
+        return self.total, by_drafter, by_sample
 
     def observe(self, sample: Sample, num_new: int) -> None:
         """Tokens that `done` was not told of: the first one after a prompt, those of a sample that comes in."""
-        self._judge(sample)
+        if sample.id in self._open:
+            self._judge(sample)
+        if not sample.params.ignore_eos:
+            self._could_stop += num_new
+            self._stopped += sample.finish_reason == "stop"
         if self.failure is None:
             try:
                 self.drafter.observe(sample, num_new)

@@ -5,7 +5,9 @@
 g is measured for each row count (the mean of the middle half of the last WINDOW steps: a spike does not show), drawn
 towards the straight line through all of them where a row count has few steps, never falls (isotonic regression), and
 is interpolated where nothing was measured: flat within a block of row_multiple rows, to which the engine pads, linear
-between blocks. The slope of the context comes from how steps of one row count differ.
+between blocks. Within a block only row counts that were run lately are told apart: a cost from a time when the machine
+was slower would keep free rows from being tried again. The slope of the context comes from how steps of one row count
+differ.
 
 There is no factor for how quick the machine is at the moment: what it takes from one row count it gives to another, and
 their ratio, which is what matters, is lost.
@@ -20,6 +22,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+LATELY = 64
+"""Steps within which two row counts have seen the same machine, so that they can be told apart within a block."""
 WINDOW = 96
 """Long, so that row counts that are seldom run and those that often are have seen the same loads of the machine."""
 KNOWN = 5
@@ -36,23 +40,43 @@ class _Bucket:
 
     rows: float = 0.0
     steps: int = 0
+    last: int = 0
+    """Number of the last of them."""
     recent: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
     """(seconds, context)."""
-    _middle: np.ndarray | None = None
+    _middle: _Middle | None = None
 
-    def add(self, rows: int, seconds: float, context: float) -> None:
+    def add(self, number: int, rows: int, seconds: float, context: float) -> None:
         self.steps += 1
+        self.last = number
         self.rows += (rows - self.rows) / min(self.steps, WINDOW)
         self.recent.append((seconds, context))
         self._middle = None
 
-    def middle(self) -> np.ndarray:
-        """[n, 2]: the middle half of `recent` by seconds."""
+    def middle(self) -> _Middle:
         if self._middle is None:
-            ordered = np.array(sorted(self.recent))
+            ordered = sorted(self.recent)
             quarter = len(ordered) // 4
-            self._middle = ordered[quarter : len(ordered) - quarter]
+            chosen = ordered[quarter : len(ordered) - quarter]
+            count = len(chosen)
+            seconds, context = sum(s for s, _ in chosen) / count, sum(c for _, c in chosen) / count
+            variance = sum((c - context) ** 2 for _, c in chosen)
+            covariance = sum((c - context) * (s - seconds) for s, c in chosen)
+            self._middle = _Middle(count, seconds, context, variance, covariance)
         return self._middle
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Middle:
+    """The middle half of a row count's steps by seconds: means, and sums of products less the means."""
+
+    count: int
+    seconds: float
+    context: float
+    variance: float
+    """Of the context."""
+    covariance: float
+    """Of context and seconds."""
 
 
 class StepCost:
@@ -90,9 +114,11 @@ class StepCost:
                 self._prefill = [self._prefill[0] * keep + rest, self._prefill[1] * keep + prefill]
             return
         bucket = self._buckets.setdefault(_bucket_of(rows), _Bucket())
-        bucket.add(rows, seconds, context)
-        if bucket.steps <= KNOWN or self.num_steps % 8 == 0:
-            self._curve = self._most_known = None
+        bucket.add(self.num_steps, rows, seconds, context)
+        if bucket.steps <= KNOWN:
+            self._most_known = None
+        if bucket.steps in (1, 2, KNOWN) or self.num_steps % 16 == 0:
+            self._curve = None
 
     @property
     def is_empty(self) -> bool:
@@ -135,12 +161,12 @@ class StepCost:
         per_prefill = self._prefill[0] / self._prefill[1] if self._prefill[1] else 0.0
         return self._curve[: max_rows + 1] + (self._per_context * context + per_prefill * prefill)
 
-    def _make_curve(self, middles: dict[int, np.ndarray], max_rows: int) -> np.ndarray:
+    def _make_curve(self, middles: dict[int, _Middle], max_rows: int) -> np.ndarray:
         """g by rows."""
         keys = sorted(middles)
         rows = np.array([round(self._buckets[key].rows) for key in keys])
-        values = np.array([(middles[key] @ [1.0, -self._per_context]).mean() for key in keys])
-        weights = np.array([float(len(middles[key])) for key in keys])
+        values = np.array([middles[key].seconds - self._per_context * middles[key].context for key in keys])
+        weights = np.array([float(middles[key].count) for key in keys])
         multiple = self.row_multiple
         block = -(-rows // multiple)
         padded = block * multiple
@@ -150,29 +176,34 @@ class StepCost:
         last = np.append(first[1:], len(rows)) - 1
         lines = np.arange(max_rows + 1)
         line_blocks = -(-np.maximum(lines, 1) // multiple)
-        if len(knots) > 1:
-            slope = (values[-1] - values[first[-2]]) / max(padded[-1] - padded[first[-2]], 1)
+        if len(knots) > 1:  # from half as many rows: between neighbours it would be noise
+            half = first[max(int(np.searchsorted(2 * knots, knots[-1], side="right")) - 1, 0)]
+            slope = (values[-1] - values[half]) / (padded[-1] - padded[half])
         else:
             slope = 0.5 * values[-1] / padded[-1]  # half of the cost grows with the rows, until it is known
         curve = np.interp(line_blocks * multiple, padded[last], values[last])
         beyond = line_blocks > block[-1]
         curve[beyond] = values[-1] + slope * (line_blocks[beyond] * multiple - padded[-1])
+        lately = np.array([self.num_steps - self._buckets[key].last <= LATELY for key in keys])
         for knot, low, high in zip(knots, first, last, strict=True):  # inside a measured block: what was measured
             inside = line_blocks == knot
-            curve[inside] = np.interp(lines[inside], rows[low : high + 1], values[low : high + 1])
+            chosen = np.arange(low, high + 1)
+            if lately[chosen].any():
+                chosen = chosen[lately[chosen]]
+            curve[inside] = np.interp(lines[inside], rows[chosen], values[chosen])
         return np.maximum.accumulate(curve)
 
 
-def _context_slope(middles: Iterable[np.ndarray]) -> float:
+def _context_slope(middles: Iterable[_Middle]) -> float:
     """Least squares within the row counts: seconds over contexts, each less its mean. Not below 0, and never more than
     most of the time: a slope from nearly equal contexts is noise."""
     variance = covariance = 0.0
-    most = np.inf
-    for seconds, context in (middle.T for middle in middles):
-        variance += float(((context - context.mean()) ** 2).sum())
-        covariance += float(((context - context.mean()) * (seconds - seconds.mean())).sum())
-        if context.mean() > 0.0:
-            most = min(most, 0.9 * float(seconds.mean() / context.mean()))
+    most = math.inf
+    for middle in middles:
+        variance += middle.variance
+        covariance += middle.covariance
+        if middle.context > 0.0:
+            most = min(most, 0.9 * middle.seconds / middle.context)
     return min(max(covariance / variance, 0.0), most) if variance > 0.0 else 0.0
 
 

@@ -82,19 +82,32 @@ class SuffixDrafter:
         self.name = "group" if scope == "prompt" else "ngram"
         self.config = config or SuffixConfig()
         compile_all()
+        self._behind: dict[str, Sample] = {}  # observed, and not taken in before a draft is asked for
         self._live: dict[str, _Text] = {}
         self._shared: dict[Hashable, _Shared] = {}  # the one used last stands last
-        self.num_tokens = 0
-        """Tokens kept, prompts counted once an index,"""
-        self.num_bytes = 0
-        """and the memory of all indexes."""
+        self._num_tokens = self._num_bytes = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens kept, prompts counted once an index."""
+        self.take_in()
+        return self._num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all indexes."""
+        self.take_in()
+        return self._num_bytes
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
+        if self.scope == "prompt":  # siblings are heard
+            self.take_in()
         for request in requests:
             if request.max_tokens < 1:
                 drafts.append(Draft([], self.name))
                 continue
+            self._behind.pop(request.sample.id, None)
             text = self._catch_up(request.sample)
             found = text.shared.index.draft(text.tail, request.max_tokens, tree=self.config.tree)
             parents = found.parents if self.config.tree else None
@@ -102,9 +115,22 @@ class SuffixDrafter:
         return drafts
 
     def observe(self, sample: Sample, num_new: int) -> None:
-        self._catch_up(sample)
+        before = self._behind.get(sample.id)
+        if before is not None and before is not sample:  # an id that is used again
+            self._catch_up(before)
+        self._behind[sample.id] = sample
+
+    def take_in(self) -> None:
+        """Brings the indexes up to what was observed. Done by itself when there is a draft to make; together, it takes
+        a fraction of the time that it takes token by token."""
+        for sample in self._behind.values():
+            self._catch_up(sample)
+        self._behind.clear()
 
     def forget(self, sample_id: str) -> None:
+        behind = self._behind.pop(sample_id, None)
+        if behind is not None and self.scope == "prompt":
+            self._catch_up(behind)
         text = self._live.pop(sample_id, None)
         if text is None:
             return
@@ -136,13 +162,13 @@ class SuffixDrafter:
         self._count(index, 1)
         if index.num_tokens > self.config.max_tokens_per_index:
             self._shrink(text.shared)
-        if self.num_bytes > self.config.max_bytes:
+        if self._num_bytes > self.config.max_bytes:
             self._make_room()
         return text
 
     def _count(self, index: SuffixIndex, sign: int) -> None:
-        self.num_tokens += sign * index.num_tokens
-        self.num_bytes += sign * index.num_bytes
+        self._num_tokens += sign * index.num_tokens
+        self._num_bytes += sign * index.num_bytes
 
     def _attach(self, sample: Sample) -> _Text:
         key: Hashable = sample.prompt_ids if self.scope == "prompt" else sample.id
@@ -213,12 +239,12 @@ class SuffixDrafter:
 
     def _make_room(self) -> None:
         for shared in list(self._shared.values()):
-            if self.num_bytes <= self.config.max_bytes * 3 // 4:
+            if self._num_bytes <= self.config.max_bytes * 3 // 4:
                 return
             if not shared.has_live:
                 self._drop(shared)
         for shared in sorted(self._shared.values(), key=lambda shared: -shared.index.num_bytes):
-            if self.num_bytes <= self.config.max_bytes:
+            if self._num_bytes <= self.config.max_bytes:
                 return
             self._shrink(shared)
 
@@ -228,6 +254,7 @@ class SuffixDrafter:
 
     def check_integrity(self) -> None:
         """AssertionError if the counts or the texts do not add up."""
+        self.take_in()
         total = total_bytes = 0
         for key, shared in self._shared.items():
             assert shared.key == key
@@ -240,7 +267,7 @@ class SuffixDrafter:
                 assert count == text.length - text.dropped, (text.sample_id, count, text.length, text.dropped)
                 own += count
             assert own == shared.index.num_tokens, (key, own, shared.index.num_tokens)
-        assert (total, total_bytes) == (self.num_tokens, self.num_bytes)
+        assert (total, total_bytes) == (self._num_tokens, self._num_bytes)
         assert all(text.live and text.shared.key in self._shared for text in self._live.values())
 
 

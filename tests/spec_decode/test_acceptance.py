@@ -31,20 +31,51 @@ def test_more_than_was_drafted_is_refused(accepted: int, rejected: bool) -> None
 
 
 def test_estimates_by_hand() -> None:
-    """Prior weight 2: nothing known, then one class, then what that says of another position."""
+    """Prior weight 2: nothing known (half of a claim is believed), then one class, then what that says of another
+    position, and of other claims of the same drafter."""
     acceptance = Acceptance(AcceptanceConfig(prior_weight=2.0, memory=1e9))
     draft = Draft([1, 2], "a", [0.45, 0.45])
-    assert acceptance.estimate([draft])[0].tolist() == [0.45, 0.45]
+    assert acceptance.estimate([draft])[0].tolist() == [0.225, 0.225]
     for _ in range(3):
         acceptance.judge(draft.cut(1), 0, rejected=True)
     first, second = acceptance.estimate([draft])[0]
-    at_any_position = (0 + 2 * 0.45) / (3 + 2)
+    share = (0 + 2 * 0.5) / (3 * 0.45 + 2)  # of what it claims
+    at_any_position = (0 + 2 * 0.45 * share) / (3 + 2)
     assert first == pytest.approx((0 + 2 * at_any_position) / (3 + 2))
     assert second == pytest.approx(at_any_position)
     other, unknown, empty, silent = acceptance.estimate(
         [Draft([1], "a", [0.8]), Draft([1], "b", [0.45]), Draft([], "a"), Draft([1, 2], "c")]
     )
-    assert (other.tolist(), unknown.tolist(), empty.tolist(), silent.tolist()) == ([0.8], [0.45], [], [0.5, 0.5])
+    assert other.tolist() == pytest.approx([0.8 * share])
+    assert (unknown.tolist(), empty.tolist(), silent.tolist()) == ([0.225], [], [0.25, 0.25])
+
+
+def test_a_drafter_that_claims_too_little_is_believed_up_to_certainty() -> None:
+    acceptance = Acceptance()
+    for _ in range(400):
+        acceptance.judge(Draft([1], "a", [0.2]), 1, rejected=False)
+    (estimate,) = acceptance.estimate([Draft([1], "a", [0.6])])
+    assert estimate.tolist() == pytest.approx([1.0])
+
+
+def test_a_rise_is_told_once() -> None:
+    """After 40 tokens that were rejected, three that are accepted: expected 0.5 / 41 each. And no rise where acceptance
+    is what it was: 200 judgements of a fair coin, one in every 2; two standard deviations are passed in few of them."""
+    acceptance, draft = Acceptance(), Draft([1], "a", [0.45])
+    for _ in range(40):
+        acceptance.judge(draft, 0, rejected=True)
+        assert not acceptance.has_risen()
+    for _ in range(3):
+        acceptance.judge(draft, 1, rejected=False)
+    assert acceptance.has_risen()
+    assert not acceptance.has_risen()
+    rng, told = random.Random(0), 0
+    acceptance = Acceptance()
+    for _ in range(200):
+        hit = rng.random() < 0.5
+        acceptance.judge(draft, int(hit), rejected=not hit)
+        told += acceptance.has_risen()
+    assert told <= 20  # of one look each, 1 in 44 by chance were they independent; looks overlap
 
 
 def test_estimates_come_to_what_is_true() -> None:

@@ -95,6 +95,7 @@ def test_versions_within_a_sample_are_kept() -> None:
     extend(sample, [12], version=2)
     extend(sample, [13, 14], version=5)
     drafter.observe(sample, 5)
+    drafter.take_in()
     text = drafter._live["a/0"]
     tokens, versions = text.shared.index.read(text.tail)
     assert tokens.tolist() == [10, 11, 12, 13, 14]
@@ -218,6 +219,7 @@ def test_done_samples_of_old_versions_go_first() -> None:
         drafter.learn(make_sample(f"v{version}", output=output, version=version))
     live = make_sample("live")
     commit(drafter, live, range(9000, 9100), version=8)
+    drafter.take_in()
     assert set(drafter._live["live"].shared.texts) == {"live", "v7", "v6", "v5"}
     assert drafter.num_tokens == 3 + 100 + 3 * 120
     drafter.check_integrity()

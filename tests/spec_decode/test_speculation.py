@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Sequence
 
@@ -9,6 +11,7 @@ import pytest
 from tests.spec_decode.helpers import accepted, extend, make_sample
 
 from longtail.sample import Sample
+from longtail.sampling_params import SamplingParams
 from longtail.spec_decode.controller import ControllerConfig
 from longtail.spec_decode.drafter import Draft, DraftRequest
 from longtail.spec_decode.speculation import DrafterDropped, Speculation
@@ -182,6 +185,68 @@ def test_a_result_that_is_thrown_away_counts_nothing_and_is_judged_when_the_samp
     extend(sample, [1, 3])
     speculation.observe(sample, 2)
     assert speculation.acceptance.by_position() == {"says": [(1, 1), (1, 0)]}
+
+
+@pytest.mark.parametrize(
+    ("params", "refilled", "verified"),
+    [
+        (SamplingParams(ignore_eos=True), False, [0, 0]),
+        (SamplingParams(ignore_eos=True), True, [1, 0]),
+        (SamplingParams(ignore_eos=True, stop_token_ids=(9,)), False, [1, 0]),
+        (SamplingParams(), False, [1, 0]),
+    ],
+    ids=["the ends are known", "refilled", "a stop id", "EOS"],
+)
+def test_whose_tokens_count(params: SamplingParams, refilled: bool, verified: list[int]) -> None:
+    """10 ms and 3 ms a row. Sample a has 3 tokens left, b 900. A draft for a pays by tokens a second (2.6 in 19 ms
+    against 2 in 16), and does nothing for the end of a run that ends with b."""
+    drafter = Says([1])
+    speculation = knows_costs(drafter, 2, row_seconds=0.003)
+    a, b = make_sample("a"), make_sample("b")
+    for sample in (a, b):
+        sample.params = params
+    for _ in range(40):
+        speculation.acceptance.judge(Draft([1], "says"), 1, rejected=False)
+    drafts = speculation.draft([a, b], [2, 0], refilled=refilled, left=[3, 900])
+    assert [len(d) for d in drafts] == verified
+
+
+def test_samples_that_stop_make_the_ends_open() -> None:
+    """Caps of 100: before anything is known a stop in 256 tokens is assumed; then 50 samples of 10 tokens stop, or all
+    come to their caps."""
+    for reason, low, high in (("stop", 0.0, 0.0), ("length", 0.99, 1.0)):
+        speculation = knows_costs(Says([1]), 1)
+        sample = make_sample("a")
+        assert speculation._worth_of([sample], [100]).certain == pytest.approx(math.exp(-100 / 256))
+        for i in range(50 if reason == "stop" else 250):
+            done = make_sample(f"{reason} {i}")
+            extend(done, range(10 if reason == "stop" else 100))
+            done.finish_reason = reason  # type: ignore[assignment]
+            speculation.observe(done, len(done.output_ids))
+        assert low <= speculation._worth_of([sample], [100]).certain <= high
+
+
+def test_time_to_draft_is_charged_to_those_drafted_for() -> None:
+    clock = itertools.count()
+    speculation = knows_costs(Says([1]), 2)
+    speculation.now = lambda: float(next(clock))
+    samples = [make_sample("a"), make_sample("b")]
+    drafts = speculation.draft(samples, [0, 1])
+    for sample in samples:
+        extend(sample, [1])
+    speculation.done(samples, drafts, [0, 0], [1, 1], 0.01)
+    assert speculation.total.draft_seconds == speculation.by_drafter["says"].draft_seconds == 1.0
+    assert [speculation.forget(name).draft_seconds for name in ("a", "b")] == [0.0, 1.0]
+
+
+def test_estimates_that_are_no_probabilities_drop_the_drafter() -> None:
+    class Claims(Says):
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            return [Draft([1], self.name, [float("nan")]) for _ in requests]
+
+    speculation = knows_costs(Claims([]), 1)
+    with pytest.warns(DrafterDropped, match="probs must be probabilities"):
+        speculation.draft([make_sample("a")], [4])
 
 
 def test_no_room_no_draft() -> None:

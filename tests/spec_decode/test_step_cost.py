@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longtail.spec_decode.break_even import advise, break_even_acceptance, speedups
-from longtail.spec_decode.step_cost import KNOWN, WINDOW, StepCost, isotonic
+from longtail.spec_decode.step_cost import KNOWN, LATELY, WINDOW, StepCost, isotonic
 
 
 def test_isotonic_by_hand() -> None:
@@ -51,6 +51,30 @@ def test_rows_of_a_padded_block_cost_the_same() -> None:
         cost.record(4, 0.014)
         cost.record(2, 0.010)
     assert cost.curve(4)[2] < cost.curve(4)[3] < cost.curve(4)[4]
+
+
+def test_within_a_block_only_what_was_run_lately_is_told_apart() -> None:
+    """Rows 1 and 4 of one block, 4 from when the machine was slow: after LATELY steps of 1 alone the block is flat."""
+    cost = StepCost(4)
+    for _ in range(8):
+        cost.record(1, 0.010)
+        cost.record(4, 0.020)
+    assert cost.curve(4)[4] == pytest.approx(0.020)
+    for _ in range(LATELY + 16):
+        cost.record(1, 0.010)
+    assert cost.curve(4)[1:].tolist() == pytest.approx([0.010] * 4)
+    cost.record(4, 0.020)
+    for _ in range(16):
+        cost.record(1, 0.010)
+    assert cost.curve(4)[4] > 0.015
+
+
+def test_beyond_what_was_measured_neighbours_do_not_set_the_slope() -> None:
+    """16 rows 26 ms, 32 rows 42 ms, and by chance 33 rows 46 ms: on with 1.18 ms a row, not 4."""
+    cost = StepCost.from_points([(16, 0.026), (32, 0.042), (33, 0.046)])
+    curve = cost.curve(50)
+    assert curve[50] - curve[33] == pytest.approx(17 * (curve[33] - curve[16]) / 17)
+    assert (curve[50] - curve[33]) / 17 < 0.0013
 
 
 def test_one_measurement_alone_says_that_half_grows() -> None:

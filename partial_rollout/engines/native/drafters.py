@@ -14,6 +14,7 @@ from longtail.spec_decode.choice import FirstOf, make_drafter
 from longtail.spec_decode.controller import Controller, ControllerConfig
 from longtail.spec_decode.drafter import Drafter
 from longtail.spec_decode.speculation import Speculation
+from longtail.spec_decode.step_cost import StepCost
 
 
 def speculate(
@@ -21,11 +22,12 @@ def speculate(
     target: Target,
     controller: Controller | ControllerConfig | None,
     clock: Callable[[], float],
+    cost: StepCost,
 ) -> Speculation:
-    """See `NativeEngine.use_drafter`."""
+    """See `NativeEngine.use_drafter`. cost: of the engine's steps, measured with whatever drafted before."""
     return Speculation(
         _bound(choice, target),
-        row_multiple=target.rule.multiple,
+        cost=cost,
         controller=controller,
         match=target.config.verification == "match",
         vocab_size=target.decoder.spec.vocab_size,

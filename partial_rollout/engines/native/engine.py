@@ -44,6 +44,7 @@ from longtail.sequence import Sequence
 from longtail.spec_decode.controller import Controller, ControllerConfig
 from longtail.spec_decode.drafter import Drafter
 from longtail.spec_decode.speculation import Speculation
+from longtail.spec_decode.step_cost import StepCost
 from longtail.version import PolicyVersion
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class NativeEngine:
         self._full: list[Sequence] = []
         """Came with an observation that leaves no room for a token: the next step finishes them."""
         self._lock = threading.RLock()
+        self._step_cost = StepCost(self.row_rule.multiple)  # the machine's and the model's: a new drafter keeps it
         self.use_drafter(drafter, controller)
 
     # -- the engine protocol ------------------------------------------------------------------------------------------
@@ -201,7 +203,9 @@ class NativeEngine:
         with self._lock:
             self._get(sample_id).set_limit(limit)
 
-    def step(self, *, horizon: int | None = None, until: float | None = None) -> StepOutput:
+    def step(
+        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False
+    ) -> StepOutput:
         """One forward pass over what the scheduler chose: a new token per sequence, with drafts perhaps several.
 
         If it raises (a listener, an interrupt), samples keep what they had, and the next step continues from there.
@@ -212,7 +216,7 @@ class NativeEngine:
                 self._finish_full(out)
                 self._park(out)  # of a step that was interrupted
                 if scheduled := self._schedule():
-                    self._step(scheduled, out)
+                    self._step(scheduled, out, refilled)
             for sample in out.at_limit:  # the caller will hear of it: no listener has raised
                 self._sequences[sample.id].limit = None
             return out
@@ -227,9 +231,10 @@ class NativeEngine:
             if not any(tiers.wait(changes) for tiers, changes in seen):  # nothing can run: time to wait for the disk
                 return scheduled
 
-    def _step(self, scheduled: list[Scheduled], out: StepOutput) -> None:
+    def _step(self, scheduled: list[Scheduled], out: StepOutput, refilled: bool) -> None:
         start = self.now()
-        result = self.stepper.run(scheduled, self._version, self._settle)
+        refilled = refilled or bool(self.scheduler.waiting)
+        result = self.stepper.run(scheduled, self._version, self._settle, refilled=refilled)
         self._journal.step(start, len(scheduled), result)
         done = [outcome.seq.sample for outcome in result.outcomes if outcome.seq.sample.is_done]
         for sample in done:
@@ -320,14 +325,15 @@ class NativeEngine:
     ) -> None:
         """Drafts from here on with this drafter ("ngram", "group", "self", "model:DIRECTORY", "group>self": the first
         that has something to say, or an object); None: no drafts. Not one token depends on it, nor on when it changes
-        (verified by rejection: no distribution does). controller: how many drafts (`spec_decode/controller.py`).
+        (verified by rejection: no distribution does). controller: how many drafts (`spec_decode/controller.py`); by
+        default one that knows what steps cost from the drafters before, and learns the acceptance anew.
         ValueError for a name that is not known, and for a drafter that does not fit the model."""
         with self._lock:
             if drafter is None:
                 self.stepper.speculation = None
                 return
             target = Target(self.decoder, self.row_rule, self.kv, self.config, self.max_model_len)
-            self.stepper.speculation = speculate(drafter, target, controller, self.now)
+            self.stepper.speculation = speculate(drafter, target, controller, self.now, self._step_cost)
 
     def reset_prefix_cache(self) -> None:
         """Forgets what finished sequences left behind, so that a measurement does not live on an earlier one's work."""

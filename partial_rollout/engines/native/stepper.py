@@ -95,15 +95,23 @@ class Stepper:
         self._cache = Cache.of(kv)
         self._draft_seconds = 0.0
 
-    def run(self, scheduled: list[Scheduled], version: PolicyVersion, settle: Callable[[Outcome], None]) -> PassResult:
-        """settle: told of each outcome when its tokens are in the sample and their KV counts."""
+    def run(
+        self,
+        scheduled: list[Scheduled],
+        version: PolicyVersion,
+        settle: Callable[[Outcome], None],
+        *,
+        refilled: bool = False,
+    ) -> PassResult:
+        """settle: told of each outcome when its tokens are in the sample and their KV counts. refilled: others wait for
+        the slots."""
         start = self.now()
         sampled = [item for item in scheduled if item.num_tokens == item.seq.num_uncomputed_tokens]
         decoding = [item for item in sampled if item.seq.sample.output_ids]
         known = sum(item.num_tokens for item in scheduled)
         prefill = known - len(decoding)
         context = sum(item.seq.num_computed_tokens + item.num_tokens for item in scheduled)
-        drafts = self._draft(decoding, known, prefill)
+        drafts = self._draft(decoding, known, prefill, refilled)
         rows: list[int] = []
         first = 0
         for item in scheduled:
@@ -166,15 +174,21 @@ class Stepper:
 
     # -- drafts -------------------------------------------------------------------------------------------------------
 
-    def _draft(self, decoding: list[Scheduled], rows: int, prefill: int) -> list[Draft]:
+    def _draft(self, decoding: list[Scheduled], rows: int, prefill: int, refilled: bool) -> list[Draft]:
         """Gives the decoding sequences their drafts, cut to what has room."""
         start, self._draft_seconds = self.now(), 0.0
         if self.speculation is None or not decoding:
             return []
         samples = [item.seq.sample for item in decoding]
+        rooms = [self._room(s) for s in samples]
         left = self.max_rows - rows
         drafts = self.speculation.draft(
-            samples, [min(self._room(s), left) for s in samples], context=self._context(decoding), prefill=prefill
+            samples,
+            [min(room, left) for room in rooms],
+            context=self._context(decoding),
+            prefill=prefill,
+            refilled=refilled or prefill > 0,  # what is being prefilled decodes next
+            left=[room + 1 for room in rooms],
         )
         for i, (item, draft) in enumerate(zip(decoding, drafts, strict=True)):
             size = min(len(draft), left)

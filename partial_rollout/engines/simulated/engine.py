@@ -147,7 +147,9 @@ class SimulatedEngine:
         self._at_limit.pop(sample_id, None)
         self.scheduler.plan(seq)
 
-    def step(self, *, horizon: int | None = None, until: float | None = None) -> StepOutput:
+    def step(
+        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False
+    ) -> StepOutput:
         """Passes until a sample finishes, ends its turn or reaches its limit, until `horizon` output tokens are made,
         or until it is `until`: the pass that gets there is the last. One pass at least, if there is work.
 
