@@ -9,7 +9,14 @@ from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, g
 
 from longtail import Event, Group, LongtailError, Rollout, SampleStore, SamplingParams, Sync, TokenBudget
 from longtail.partial_rollout.repetition import RepetitionDetector
-from longtail.partial_rollout.strategies import Strategy
+from longtail.partial_rollout.strategies import (
+    BoundedStaleness,
+    ContextAware,
+    OverIssue,
+    ShortFirst,
+    Strategy,
+    TailRounds,
+)
 from longtail.sample import Sample
 
 LENGTHS = [3, 40, 8, 25, 12, 60]
@@ -34,6 +41,12 @@ STRATEGIES: dict[str, Strategy] = {
     "budget-of-iteration": TokenBudget(50),
     "tiny-budget": TokenBudget(1),
     "budget-of-sample": TokenBudget(10, per="sample"),
+    "over-issue": OverIssue(groups=2),
+    "tail-rounds": TailRounds(groups=1, samples=2),
+    "tail-rounds-regenerate": TailRounds(groups=1, samples=2, eta=2.0, regenerate=True),
+    "context-aware": ContextAware(chunk=7, fairness=3),
+    "short-first": ShortFirst(groups=1, pool=3),
+    "bounded-staleness": BoundedStaleness(groups=1, eta=2),
 }
 
 
