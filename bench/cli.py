@@ -337,6 +337,9 @@ def _print_headline(summary: dict[str, Any]) -> None:
     from longtail.bench.report import headline
 
     console.print(headline(summary["runs"]), highlight=False)
+    for name, run in summary["runs"].items():
+        for text in run["warnings"]:
+            console.print(f"{name}: {text}", style="yellow", highlight=False)
     if summary["identical_tokens"] is not None:
         same = summary["identical_tokens"]
         text = "the same tokens and log-probabilities, bit for bit" if same else "DIFFERENT tokens or log-probabilities"

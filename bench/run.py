@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from longtail.bench.trace import TraceWriter, replacing
 from longtail.events import Event, Listener
 from longtail.partial_rollout.engines.native.engine import NativeEngine
 from longtail.partial_rollout.grading import GradeRequest, GraderPool
+from longtail.partial_rollout.length_bias import LengthBiasWarning
 from longtail.partial_rollout.rollout import Rollout
 from longtail.partial_rollout.strategies import Strategy
 from longtail.sample import Group, Sample
@@ -138,13 +140,16 @@ def run(
                 )
                 for i, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
             ]
-            done = _run_strategy(rollout, config, groups, model_weights, listen)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", LengthBiasWarning)
+                done = _run_strategy(rollout, config, groups, model_weights, listen)
             samples[name] = {s.id: s for g in done for s in g.samples}
             extras[name] = {
                 "ledger": rollout.store.ledger.as_dict(),
                 "speculation": None if engine.speculation is None else engine.speculation.report(),
                 "length_estimates": rollout.lengths.report(),
                 "length_bias": rollout.length_bias.report(),
+                "warnings": [str(one.message) for one in caught],
             }
             if strategy.name == "sync" and measured is None:
                 measured = sum(len(s.output_ids) for s in samples[name].values()) / config.iterations
