@@ -73,6 +73,11 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
 
     @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of prompt and output together; None: however many."""
+        ...
+
+    @property
     def tiers(self) -> Tiers | None:
         """Where it saves the KV of samples that it pauses, as `Snapshot`s; None: none that a store could keep."""
         ...

@@ -114,6 +114,10 @@ class SimulatedEngine:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
+    @property
+    def max_model_len(self) -> int | None:
+        return self.config.max_model_len
+
     def now(self) -> float:
         """Where this engine stands; the clock, if that is later."""
         return self._timing.now()
