@@ -153,6 +153,10 @@ class LengthEstimates:
                 return Estimate(tokens, "task")
         return Estimate(float(cap if cap > now else now), "cap")
 
+    def check(self, sample: Sample) -> None:
+        """ValueError for a sample that has no cap at all."""
+        self._cap(sample)
+
     def remaining(self, sample: Sample) -> float:
         """Output tokens still to come; 0 for a sample that is done."""
         return 0.0 if sample.is_done else self.estimate(sample).tokens - len(sample.output_ids)
@@ -288,7 +292,10 @@ class LengthEstimates:
             room = self.context - len(sample.prompt_ids)
             return room if cap is None or room < cap else cap
         if cap is None:
-            raise ValueError(f"sample {sample.id} has no max_tokens; set it, or give LengthEstimates the context")
+            raise ValueError(
+                f"sample {sample.id} has no max_tokens, and nothing else bounds it: set max_tokens, or max_model_len of "
+                "the engine (`context` of LengthEstimates)"
+            )
         return cap
 
 
