@@ -260,11 +260,11 @@ def test_an_interrupt_while_waiting_for_the_lock_leaves_it_usable() -> None:
 
 def test_the_ledger_counts_what_the_thread_recomputes(make_engine: EngineMaker) -> None:
     """All of it, whoever drove the engine when."""
-    engine = make_engine(max_num_seqs=2)
+    engine, weights = make_engine(max_num_seqs=2), make_model("llama", seed=1).state_dict()
     with Rollout(engine, strategy=SPEC, background=True) as rollout:
-        rollout.submit(group(f"g{i}", prompt(6, i), max_tokens=40) for i in range(3))
+        rollout.submit(group(f"g{i}", prompt(6, i), max_tokens=90) for i in range(3))
         until(lambda: any(len(s.output_ids) > 3 for g in rollout.store for s in g.samples))
-        rollout.update_weights(make_model("llama", seed=1).state_dict(), 1)
+        rollout.update_weights(weights, 1)
         time.sleep(0.3)
         while len(rollout.store):
             rollout.collect()
