@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +162,7 @@ def test_a_disk_that_is_full_now_and_then(share: float, rules: GroupRules) -> No
     )
     groups = [Group.from_prompt(f"p{i}", [5], SamplingParams(n=3, max_tokens=CAP)) for i in range(6)]
     handed: list[str] = []
-    calls: list[Callable[[], Any]] = [lambda group=group: rollout.submit([group]) for group in groups]
+    calls: list[Callable[[], Any]] = [partial(rollout.submit, [group]) for group in groups]
     for _ in range(3000):
         call = calls[0] if calls else rollout.collect
         try:
@@ -175,10 +177,8 @@ def test_a_disk_that_is_full_now_and_then(share: float, rules: GroupRules) -> No
             handed += [g.id for g in done]
             if not len(store):
                 break
-            try:
+            with contextlib.suppress(StoreFull):
                 rollout.update_weights({}, engine.version + 1)
-            except StoreFull:
-                pass
     assert not len(store) and len(handed) == len(set(handed))
     store.share = 0.0
     store.commit()

@@ -162,7 +162,11 @@ def test_what_the_thread_raises_the_next_collect_raises() -> None:
 
 def test_what_nobody_has_heard_of_close_raises() -> None:
     engine = simulated()
-    engine.step = lambda **options: 1 / 0  # type: ignore[method-assign]
+
+    def broken(**options: Any) -> Any:
+        raise ZeroDivisionError
+
+    engine.step = broken  # type: ignore[method-assign]
     rollout = Rollout(engine, strategy=SPEC, background=True)
     rollout.submit(prompts(2))
     until(lambda: rollout._loop is not None and rollout._loop._error is not None)
@@ -253,7 +257,12 @@ def test_an_interrupt_while_waiting_for_the_lock_leaves_it_usable() -> None:
         pass
     turn._lock = lock
     worked = threading.Event()
-    loop = Loop(lambda: worked.set() is None, turn)
+
+    def work() -> bool:
+        worked.set()
+        return True
+
+    loop = Loop(work, turn)
     assert worked.wait(5.0)
     loop.stop()
 
