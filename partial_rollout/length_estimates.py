@@ -153,10 +153,6 @@ class LengthEstimates:
                 return Estimate(tokens, "task")
         return Estimate(float(cap if cap > now else now), "cap")
 
-    def check(self, sample: Sample) -> None:
-        """ValueError for a sample that has no cap at all."""
-        self._cap(sample)
-
     def remaining(self, sample: Sample) -> float:
         """Output tokens still to come; 0 for a sample that is done."""
         return 0.0 if sample.is_done else self.estimate(sample).tokens - len(sample.output_ids)

@@ -171,7 +171,6 @@ class Rollout:
         for group in groups:
             for sample in group.samples:
                 self.engine.check(sample)
-                self._generation.state.lengths.check(sample)
         self.store.add(groups)
         self._named = number
         for group in groups:

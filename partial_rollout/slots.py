@@ -14,6 +14,9 @@ from longtail.partial_rollout.strategies.base import Admit, RolloutState, Strate
 from longtail.partial_rollout.workers import Workers
 from longtail.sample import Sample
 
+UNBOUNDED = 2**31 - 1
+"""Tokens that a response is taken for where neither its parameters nor the engine bound it."""
+
 
 class Slots:
     """Every sample of a group that is not handed over is in one place: the queue, `running`, with a worker, or among
@@ -32,7 +35,7 @@ class Slots:
         self.engine, self.store, self.strategy, self.workers = engine, store, strategy, workers
         self.staleness, self.snapshots = staleness, snapshots
         queue = SampleQueue(self._order, lambda sample: (self.state.group(sample).number, sample.index))
-        self.state = RolloutState(LengthEstimates(context=engine.max_model_len), queue)
+        self.state = RolloutState(LengthEstimates(context=engine.max_model_len or UNBOUNDED), queue)
         self.begun = False
         """Whether an iteration is under way: else the strategy is asked nothing."""
         self.unsettled = False
