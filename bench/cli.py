@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from longtail.bench import calibrate_cli, lengths_cli, spec_cli, staleness_cli, store_cli, trace_cli
+from longtail.bench import calibrate_cli, lengths_cli, scheduling_cli, spec_cli, staleness_cli, store_cli, trace_cli
 from longtail.bench.machine import quiet_threads
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ bench = typer.Typer(invoke_without_command=True)
 app.add_typer(bench, name="bench")
 app.add_typer(store_cli.app, name="store")
 app.add_typer(spec_cli.app, name="spec")
+bench.command("scheduling")(scheduling_cli.scheduling)
 bench.command("staleness")(staleness_cli.staleness)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")

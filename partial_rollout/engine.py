@@ -40,7 +40,7 @@ class EngineStats:
     num_output_tokens: int
     num_recomputed_tokens: int
     """Known tokens of samples with output that neither snapshot nor cache brought when they were admitted again (after
-    a pause, a preemption, a weight update): their KV is computed again."""
+    a pause, a preemption, a weight update): their KV is computed again. An observation that has just come is not."""
     num_restored_tokens: int
     num_cached_tokens: int
     """Known tokens (prompt, and output of resumed samples) found in the prefix cache at admission."""
@@ -71,6 +71,11 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of prompt and output together; None: however many."""
+        ...
 
     @property
     def tiers(self) -> Tiers | None:

@@ -22,19 +22,18 @@ from longtail.partial_rollout.environment import Turn
 from longtail.partial_rollout.grading import Grade
 from longtail.partial_rollout.groups import GroupRules, GroupState, is_zero_variance
 from longtail.partial_rollout.ledger import CutLine, Line
-from longtail.partial_rollout.length_estimates import LengthEstimates
-from longtail.partial_rollout.queue import SampleQueue
 from longtail.partial_rollout.repetition import RepetitionDetector
-from longtail.partial_rollout.staleness import StalenessRule
+from longtail.partial_rollout.slots import Slots
+from longtail.partial_rollout.staleness import StalenessRule, enforce, hand_over
 from longtail.partial_rollout.store import SampleStore
-from longtail.partial_rollout.strategies.base import Admit, RolloutState, Strategy
+from longtail.partial_rollout.strategies.base import Strategy
 from longtail.partial_rollout.workers import Workers
 from longtail.sample import FinishReason, Group, Sample
 
 Refill = Callable[[], Group | None]
 
 
-class Generation:
+class Generation(Slots):
     """Owns the `RolloutState`. The store and the engine are the rollout's."""
 
     def __init__(
@@ -52,15 +51,9 @@ class Generation:
         refill: Refill | None,
         listener: Listener,
     ) -> None:
-        self.engine, self.store, self.strategy = engine, store, strategy
-        self.rules, self.staleness, self.repetition = rules, staleness, repetition
-        self.workers = workers
-        self.snapshots, self.listener = snapshots, listener
+        super().__init__(engine, store, strategy, workers, staleness, snapshots)
+        self.rules, self.repetition, self.listener = rules, repetition, listener
         self._submit, self._refill = submit, refill
-        queue = SampleQueue(self._order, lambda sample: (self.state.group(sample).number, sample.index))
-        self.state = RolloutState(LengthEstimates(), queue)
-        self._awaited: set[str] = set()
-        """Groups that the iteration has to finish, whatever the strategy says (staleness)."""
         self._counted = engine.stats()
         self._number = 0
         self.dropped: list[Sample] = []
@@ -78,15 +71,16 @@ class Generation:
         known.started = any(s.output_ids or s.is_done for s in samples)
         state.num_started += known.started
         state.groups[group.id] = known
-        known.needed = self.strategy.needed(known, state)
         state.lengths.add(group)
-        for sample in list(samples):
-            if sample.is_done:
-                self._grade(sample)
-            elif sample.turn_ended:
-                self._park(sample)
-            else:
-                state.queue.add(sample)
+        for sample in samples:
+            self.place(sample)
+        if self.begun:
+            known.needed = self.strategy.needed(known, state)
+
+    def leaving(self) -> list[GroupState]:
+        """What is handed over."""
+        chosen, rule = self.strategy.hand_over(self.state), self.staleness
+        return chosen if rule is None else hand_over(rule, chosen, self.state.oldest_ready(), self.state.version)
 
     def leave(self, groups: Iterable[GroupState]) -> None:
         """They are the trainer's, or nobody's."""
@@ -95,21 +89,21 @@ class Generation:
             self.state.ready.pop(group.id, None)
             self.state.num_started -= group.started
             self.state.lengths.forget(group.id)
-            self._awaited.discard(group.id)
+            self.awaited.discard(group.id)
 
     def drop(self, group: GroupState, line: Line) -> None:
         """Throws a group away, whatever its samples are doing."""
-        self._pause(self._in_engine(group.samples))
+        self.pause(self.in_engine(group.samples))
         tokens = sum(s.num_generated for s in group.samples)
         self.store.discard([group.group], line)
         self.dropped += group.samples
-        self._forget(group.samples)
-        self._emit("discard", group=group.id, num_seqs=len(group.samples), num_tokens=tokens, detail=line)
+        self.forget(group.samples)
         self.leave([group])
+        self._emit("discard", group=group.id, num_seqs=len(group.samples), num_tokens=tokens, detail=line)
 
     def refill(self) -> None:
         """Another group in the place of one that was dropped, unless there are fresh ones anyway."""
-        if self._refill is not None and all(group.started for group in self.state.groups.values()):
+        if self._refill is not None and self.state.num_started == len(self.state.groups):
             group = self._refill()
             if group is not None:
                 self._submit(group)
@@ -117,37 +111,48 @@ class Generation:
     # -- an iteration -------------------------------------------------------------------------------------------------
 
     def begin(self, strategy: Strategy, iteration: int) -> None:
-        state, self.strategy = self.state, strategy
-        state.iteration, state.version = iteration, self.engine.version
-        state.num_output_tokens = state.num_admissions = 0
+        state, self.strategy, self.begun = self.state, strategy, False
+        state.iteration, state.num_output_tokens, state.num_admissions = iteration, 0, 0
+        self.settle()
+        self.weights_updated()  # of an earlier process perhaps, or it raised half-way
         state.started_with = {s.id: len(s.output_ids) for s in state.running.values()}
-        self._counted = self.engine.stats()
-        self._left([s for s in state.running.values() if s.is_done or s.turn_ended])  # a step that raised left them
         strategy.begin(state)
+        self.begun = True
         for group in list(state.groups.values()):
             group.needed = strategy.needed(group, state)
             if strategy.restarts(group, state):
-                self._restart(group, list(group.samples), "aborted")
+                self.restart(group, list(group.samples), "aborted")
             elif group.is_ready and group.id not in state.ready:
                 self._complete(group)
-        rule = self.staleness
-        if rule is not None:
-            self._awaited = {g.id for g in state.groups.values() if rule.is_due(g, state.version)}
         state.queue.reorder_all()
+
+    def end(self) -> None:
+        """The iteration is over: until the next one begins, the strategy is asked nothing."""
+        self.begun = False
+
+    def recount(self) -> None:
+        """What the engine did until now was not for this rollout."""
+        self._counted = self.engine.stats()
 
     @property
     def is_awaiting(self) -> bool:
         """Whether a group is unfinished that the next update would make too old."""
-        return any(group_id not in self.state.ready for group_id in self._awaited)
+        return any(group_id not in self.state.ready for group_id in self.awaited)
 
-    def advance(self) -> bool:
-        """-> False if nothing more can happen by itself."""
+    def advance(self, *, patient: bool = True) -> bool:
+        """patient: wait for graders and environments where nothing else is to do. -> False if nothing more can happen
+        by itself (or, not patient, by now)."""
         state = self.state
+        if self.unsettled:
+            self.settle()
+            self.weights_updated()
         if self._collect_background():
             return True  # it may be enough, before anything is admitted or waited for
-        self._admit()
+        self.admit()
         if not state.running:
             if len(self.workers):
+                if not patient and self.workers.next_time() is None:
+                    return False
                 self._wait()
                 return True
             if state.queue.num_eligible and not self.engine.num_free_slots:
@@ -161,18 +166,31 @@ class Generation:
             until=self.workers.next_time(),
             refilled=state.queue.num_eligible > 0,
         )
+        state.num_output_tokens += out.num_output_tokens
         if self.store.commit_due:
             self.commit()
-        state.num_output_tokens += out.num_output_tokens
         self._left([*out.finished, *out.turns])
         self._end_loops()
-        self._renew([s for s in out.at_limit if s.id in state.running])
+        self.renew([s for s in out.at_limit if s.id in state.running])
         return True
 
     def halt(self) -> None:
-        """Takes everything out of the engine."""
-        self._pause(self._in_engine(self.state.running.values()))
+        """Takes everything out of the engine, and deals with what has ended."""
+        self.empty_engine()
         self._left(list(self.state.running.values()))
+
+    def empty_engine(self) -> None:
+        self.pause(self.in_engine(self.state.running.values()))
+
+    def settle(self) -> None:
+        """Deals with what is over, or at the end of a turn, and was not dealt with: an error came between, or another
+        process left it."""
+        if self.unsettled:
+            self._left([s for s in self.state.running.values() if s.is_done or s.turn_ended])
+            for group in list(self.state.groups.values()):
+                if group.is_ready and group.id not in self.state.ready:
+                    self._complete(group)
+            self.unsettled = False
 
     def commit(self) -> None:
         before, self._counted = self._counted, self.engine.stats()
@@ -183,55 +201,17 @@ class Generation:
         )
         self.store.commit()
 
-    # -- slots --------------------------------------------------------------------------------------------------------
+    # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _order(self, sample: Sample) -> tuple[Any, ...] | None:
-        if sample.group_id in self._awaited:
-            return (0, self.state.group(sample).number, sample.index)
-        order = self.strategy.order(sample, self.state)
-        return None if order is None else (1, *order)
-
-    def _admit(self) -> None:
-        state = self.state
-        for _ in range(self.engine.num_free_slots):
-            first = state.queue.first()
-            if first is None:
-                return
-            chosen = Admit(first) if first.group_id in self._awaited else self.strategy.admit(first, state)
-            if chosen is None:
-                return
-            sample, group = chosen.sample, state.group(chosen.sample)
-            self.store.watch([sample])
-            state.lengths.admit(sample)
-            self.engine.add([sample], limit=chosen.limit)
-            state.queue.remove(sample)
-            state.running[sample.id] = sample
-            state.started_with.setdefault(sample.id, len(sample.output_ids))
-            state.num_admissions += 1
-            if not group.started:
-                group.started = True
-                group.first_iteration = state.iteration
-                state.num_started += 1
-
-    def _pause(self, samples: list[Sample]) -> None:
-        if not samples:
-            return
-        for sample in self.engine.pause([s.id for s in samples], snapshot=self.snapshots):
-            self.state.running.pop(sample.id, None)
-            if not sample.output_ids and sample.snapshot is None:  # as fresh as before
-                sample.status = "waiting"
-                self.store.unwatch([sample])
-            self.state.queue.add(sample)
-
-    def _renew(self, samples: list[Sample]) -> None:
-        spent = []
+    def _left(self, samples: list[Sample]) -> None:
+        """The engine has let go of them, ended or at the end of a turn."""
         for sample in samples:
-            more = None if sample.group_id in self._awaited else self.strategy.at_limit(sample, self.state)
-            if more is None and sample.group_id not in self._awaited:
-                spent.append(sample)
+            if self.state.running.pop(sample.id, None) is None:
+                continue  # of a group that was dropped a moment ago
+            if sample.is_done:
+                self._ended(sample)
             else:
-                self.engine.set_limit(sample.id, more)
-        self._pause(spent)
+                self._park(sample)
 
     def _end_loops(self) -> None:
         if self.repetition is None:
@@ -239,48 +219,13 @@ class Generation:
         loops = [s.id for s in self.state.running.values() if self.repetition(s.output_ids)]
         self._left(self.engine.abort(loops, reason="repetition") if loops else [])
 
-    def _in_engine(self, samples: Iterable[Sample]) -> list[Sample]:
-        return [s for s in samples if s.id in self.state.running and s.status in ("waiting", "running")]
-
-    def _forget(self, samples: Iterable[Sample]) -> None:
-        """From here on nothing works on them. None is in the engine."""
-        batch = list(samples)
-        for sample in batch:
-            self.state.queue.discard(sample)
-            self.state.running.pop(sample.id, None)
-        self.workers.forget(batch)
-
-    # -- ends ---------------------------------------------------------------------------------------------------------
-
-    def _left(self, samples: list[Sample]) -> None:
-        """The engine has let go of them, ended or at the end of a turn. If something raises (a full disk), those that
-        were not dealt with stay in `running`, and the next iteration begins with them."""
-        for sample in samples:
-            if self.state.running.pop(sample.id, None) is None:
-                continue  # of a group that was dropped a moment ago
-            try:
-                if sample.is_done:
-                    self._ended(sample)
-                else:
-                    self._park(sample)
-            except BaseException:
-                if self._places(sample) == 0:
-                    self.state.running[sample.id] = sample
-                raise
-
-    def _places(self, sample: Sample) -> int:
-        """In how many places it is: one."""
-        state, group = self.state, self.state.groups.get(sample.group_id)
-        places = (sample in state.queue, sample.id in state.running, sample in self.workers)
-        return sum(places) + (group is not None and sample in group.ended)
-
     def _ended(self, sample: Sample) -> None:
         """The engine, or an environment, is done with a sample."""
         if sample.status == "failed":
             self._failed(sample)
             return
         group = self.state.group(sample)
-        if sample.id not in group.measured:
+        if sample.id not in group.measured and sample.output_ids:
             group.measured.add(sample.id)
             self.state.lengths.observe(sample)
         self._grade(sample)
@@ -291,10 +236,15 @@ class Generation:
         group = self.state.group(sample)
         if sample.attempts < self.rules.retries:
             why = sample.failure or ""
-            self.store.cut(sample, 0, "failed")
-            sample.attempts += 1
-            self._emit("retry", sample, value=sample.attempts, detail=why)
+            sample.attempts += 1  # written with the cut
+            try:
+                self.store.cut(sample, 0, "failed")
+            except BaseException:
+                sample.attempts -= 1
+                raise
+            self.state.started_with.pop(sample.id, None)
             self.state.queue.add(sample)
+            self._emit("retry", sample, value=sample.attempts, detail=why)
         elif self.rules.failed == "smaller":
             self._done(sample)
         else:
@@ -319,21 +269,28 @@ class Generation:
     def _complete(self, group: GroupState) -> None:
         if len(group.samples) > group.needed:
             kept = {s.id for s in group.ended[: group.needed]}
-            self._remove(group, [s for s in group.samples if s.id not in kept], "surplus")
-        self.state.ready[group.id] = group
+            self._take_away(group, [s for s in group.samples if s.id not in kept], "surplus")
         if self.rules.zero_variance == "drop" and is_zero_variance(group.group):
             self.drop(group, "zero-variance")
             self.refill()
+        else:
+            self.state.ready[group.id] = group
 
-    def _remove(self, group: GroupState, samples: list[Sample], line: CutLine) -> None:
-        """Takes samples out of their group for good."""
-        self._pause(self._in_engine(samples))
+    def remove(self, group: GroupState, samples: list[Sample], line: CutLine) -> None:
+        """Takes samples out of their group for good; without them it may be complete."""
+        self.state.ready.pop(group.id, None)
+        self._take_away(group, samples, line)
+        if group.is_ready:
+            self._complete(group)
+
+    def _take_away(self, group: GroupState, samples: list[Sample], line: CutLine) -> None:
+        self.pause(self.in_engine(samples))
         self.store.remove(samples, line)
+        self.dropped += samples
+        self.forget(samples)
+        group.ended = [s for s in group.ended if s not in samples]
         for sample in samples:
             self._emit("discard", sample, num_seqs=1, num_tokens=sample.num_generated, detail=line)
-        self.dropped += samples
-        self._forget(samples)
-        group.ended = [s for s in group.ended if s not in samples]
 
     # -- graders and environments -------------------------------------------------------------------------------------
 
@@ -372,9 +329,7 @@ class Generation:
     def _answered(self, sample: Sample, turn: Turn) -> None:
         self.store.watch([sample])
         if turn.observation is None:
-            sample.turn_ended = False
-            sample.failure, sample.finish_reason, sample.status = turn.failure, "error", "failed"
-            self._ended(sample)
+            self._fail(sample, turn.failure or "")
             return
         if turn.observation.reward is not None:
             sample.reward = turn.observation.reward
@@ -387,20 +342,27 @@ class Generation:
             sample.cut(length)
             self._finish(sample, "length")
             return
+        try:
+            self.engine.check(sample)
+        except ValueError as error:
+            sample.cut(length)
+            self._fail(sample, f"observation: {error}")
+            return
         took, number = turn.seconds, len(sample.output_ids) - length
-        self._emit("observe", sample, time=self.engine.now() - took, duration=took, num_tokens=number)
         self.state.queue.add(sample)
+        self._emit("observe", sample, time=self.engine.now() - took, duration=took, num_tokens=number)
 
     def _has_room(self, sample: Sample) -> bool:
         """For one token more at least."""
-        cap = sample.params.max_tokens
-        if cap is not None and len(sample.output_ids) >= cap:
-            return False
-        try:
-            self.engine.check(sample)
-        except ValueError:
-            return False
-        return True
+        cap, longest = sample.params.max_tokens, self.engine.max_model_len
+        return (cap is None or len(sample.output_ids) < cap) and (longest is None or sample.num_tokens < longest)
+
+    def _fail(self, sample: Sample, failure: str) -> None:
+        """Of a sample that is in no engine."""
+        sample.turn_ended, sample.snapshot = False, None
+        sample.failure, sample.finish_reason, sample.status = failure, "error", "failed"
+        self.store.watch([sample])
+        self._ended(sample)
 
     def _finish(self, sample: Sample, reason: FinishReason) -> None:
         """Ends a sample that is in no engine."""
@@ -414,44 +376,31 @@ class Generation:
     # -- staleness ----------------------------------------------------------------------------------------------------
 
     def weights_updated(self) -> None:
-        """Deals with what the new weights make too old."""
-        self.state.version = version = self.engine.version
-        rule = self.staleness
-        if rule is None:
-            return
-        for group in list(self.state.groups.values()):
-            old = rule.exceeded(group, version)
-            if not old:
-                continue
-            if rule.exceeding == "mask":
-                for sample, end in old:
-                    sample.masked = max(sample.masked, end)
-                    self.store.watch([sample])
-            elif rule.exceeding == "drop":
-                self._drop_old(group, [sample for sample, _ in old])
-            else:  # from the start: before what is too old there is nothing but the prompt
-                group.restarted_stale = True
-                self._restart(group, [sample for sample, _ in old], "stale")
+        """Deals with what the engine's weights make too old, and finds what will not wait for the next."""
+        state, rule = self.state, self.staleness
+        state.version = self.engine.version
+        if rule is not None:
+            enforce(rule, list(state.groups.values()), state.version, self)
+            self.awaited = {g.id for g in state.groups.values() if rule.is_due(g, state.version)}
+            if self.begun:
+                state.queue.reorder_all()
 
-    def _restart(self, group: GroupState, samples: list[Sample], line: CutLine) -> None:
-        self._pause(self._in_engine(samples))
+    def mask(self, sample: Sample, end: int) -> None:
+        sample.masked = max(sample.masked, end)
+        self.store.watch([sample])
+
+    def restart(self, group: GroupState, samples: list[Sample], line: CutLine) -> None:
+        """Throws away what they have, and makes them again."""
+        self.pause(self.in_engine(samples))
         self.state.ready.pop(group.id, None)
         for sample in samples:
-            self._emit("cut", sample, num_tokens=sample.num_generated, detail=line)
+            tokens = sample.num_generated
             self.store.cut(sample, 0, line)
-            self._forget([sample])
+            self.forget([sample])
             group.ended = [s for s in group.ended if s is not sample]
+            self.state.started_with.pop(sample.id, None)
             self.state.queue.add(sample)
-
-    def _drop_old(self, group: GroupState, samples: list[Sample]) -> None:
-        assert self.staleness is not None
-        if self.staleness.scope == "group" or len(samples) == len(group.samples):
-            self.drop(group, "stale")
-            self.refill()
-            return
-        self._remove(group, samples, "stale")
-        if group.is_ready and group.id not in self.state.ready:
-            self._complete(group)
+            self._emit("cut", sample, num_tokens=tokens, detail=line)
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
@@ -470,9 +419,9 @@ class Generation:
         assert {group.id for group in self.store} == set(state.groups), "the store holds other groups"
         for group in state.groups.values():
             for sample in group.samples:
-                assert self._places(sample) == 1, (sample.id, sample.status, self._places(sample))
-            assert (group.id in state.ready) <= group.is_ready, group.id
-            assert group.is_ready <= (group.id in state.ready), group.id
+                assert self.places(sample) == 1, (sample.id, sample.status, self.places(sample))
+            assert group.id not in state.ready or group.is_ready, group.id
+            assert group.id in state.ready or not group.is_ready or self.unsettled, group.id
         assert state.num_started == sum(group.started for group in state.groups.values())
         known = {s.id for group in state.groups.values() for s in group.samples}
         held = {s.id for s in (*state.queue, *state.running.values(), *self.workers.samples())}

@@ -288,7 +288,10 @@ class LengthEstimates:
             room = self.context - len(sample.prompt_ids)
             return room if cap is None or room < cap else cap
         if cap is None:
-            raise ValueError(f"sample {sample.id} has no max_tokens; set it, or give LengthEstimates the context")
+            raise ValueError(
+                f"sample {sample.id} has no max_tokens, and nothing else bounds it: set max_tokens, or max_model_len "
+                "of the engine (`context` of LengthEstimates)"
+            )
         return cap
 
 

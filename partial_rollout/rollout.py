@@ -9,18 +9,18 @@ rollout.update_weights(weights, version)   # the next collect() resumes what was
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longtail.errors import StoreFull
+from longtail.errors import StoreError, StoreFull
 from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engine import Engine
 from longtail.partial_rollout.generation import Generation, Refill
 from longtail.partial_rollout.groups import GroupRules, GroupState
-from longtail.partial_rollout.length_bias import LengthBias
+from longtail.partial_rollout.length_bias import LengthBias, LengthBiasWarning
 from longtail.partial_rollout.length_estimates import LengthEstimates
+from longtail.partial_rollout.loop import Loop, Turn
 from longtail.partial_rollout.repetition import RepetitionDetector
 from longtail.partial_rollout.staleness import StalenessRule
 from longtail.partial_rollout.store import SampleStore
@@ -30,8 +30,8 @@ from longtail.sample import Group
 from longtail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from longtail.partial_rollout import environment as environments
     from longtail.partial_rollout.background import Background
-    from longtail.partial_rollout.environment import Turn, TurnRequest
     from longtail.partial_rollout.grading import Grade, GradeRequest
 
 
@@ -53,7 +53,8 @@ class Rollout:
     rules: what becomes of failed samples and of groups with equal rewards. refill: gives a fresh group (or None) in the
     place of one that was dropped. staleness: how old a token may be (None: however old).
     repetition: end looping responses early, with finish_reason "repetition".
-    background: generate in a thread between `collect`s too; for strategies that keep samples running.
+    background: generate in a thread between `collect`s too; for strategies that keep samples running. The thread ends
+    with `close`; what it raises, the next `collect` raises.
 
     Calls from several threads wait for each other.
     """
@@ -66,7 +67,7 @@ class Rollout:
         store: SampleStore | str | Path | None = None,
         snapshots: bool = True,
         grader: Background[GradeRequest, Grade] | None = None,
-        environment: Background[TurnRequest, Turn] | None = None,
+        environment: Background[environments.TurnRequest, environments.Turn] | None = None,
         decode: Decode | None = None,
         rules: GroupRules | None = None,
         refill: Refill | None = None,
@@ -86,43 +87,53 @@ class Rollout:
                 'samples running ("bounded-staleness"), or background=False'
             )
         self.store = store if isinstance(store, SampleStore) else SampleStore(store)
+        self.listener = listener
+        self.staleness = staleness
+        self.length_bias = LengthBias()
+        self._warning: LengthBiasWarning | None = None
+        self._loop: Loop | None = None
         try:
             if snapshots and engine.tiers is not None:
                 self.store.use_tiers(engine.tiers)
+            self.iteration = self.store.iteration
+            self._named = self.store.num_submitted
+            self._generation = Generation(
+                engine,
+                self.store,
+                self.strategy,
+                rules=rules,
+                staleness=staleness,
+                workers=Workers(grader, environment, decode),
+                repetition=repetition,
+                snapshots=snapshots,
+                submit=lambda group: self._submit([group]),
+                refill=refill,
+                listener=listener,
+            )
+            self.turn = Turn(self._generation.rescue)
+            """`with rollout.turn`: nothing is generated inside. For what a trainer does with the store (settle, prune,
+            flush, ledger) while a thread generates (`background`)."""
+            if background:
+                self._generation.begin(self.strategy, self.iteration)
+                self._loop = Loop(self._work, self.turn)
         except BaseException:
             if self.store is not store:
                 self.store.close()
             raise
-        self.listener = listener
-        self.iteration = self.store.iteration
-        self.staleness = staleness
-        self.length_bias = LengthBias()
-        self._named = self.store.num_submitted
-        self._turn = _Turn()
-        self._generation = Generation(
-            engine,
-            self.store,
-            self.strategy,
-            rules=rules,
-            staleness=staleness,
-            workers=Workers(grader, environment, decode),
-            repetition=repetition,
-            snapshots=snapshots,
-            submit=lambda group: self._submit([group]),
-            refill=refill,
-            listener=listener,
-        )
-        self._loop = _Loop(self._work, self._turn) if background else None
 
     def close(self) -> None:
         """Stops generating and closes the store, when the KV of paused samples is on its disk. The engine, graders and
-        environments stay the caller's."""
-        if self._loop is not None:
-            self._loop.stop()
-        with self._turn:
-            if self.store.is_open:
-                self._generation.halt()
-            self.store.close()
+        environments stay the caller's. What the thread of a background rollout raised, and no `collect` has told, is
+        raised here in the end."""
+        error = None if self._loop is None else self._loop.stop()
+        with self.turn:
+            try:
+                if self.store.is_open:
+                    self._generation.halt()
+            finally:
+                self.store.close()
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Rollout:
         return self
@@ -143,7 +154,7 @@ class Rollout:
         ValueError if the engine cannot run a sample (empty or too long a prompt, unknown token ids, ...) or a group id
         was used before; then none of them is taken.
         """
-        with self._turn:
+        with self.turn:
             return self._submit(prompts, params)
 
     def _submit(self, prompts: Iterable[Group | Sequence[int]], params: SamplingParams | None = None) -> list[Group]:
@@ -165,13 +176,15 @@ class Rollout:
         for group in groups:
             for sample in group.samples:
                 sample.timings.submitted = self.engine.now()
-                self._emit("submit", sample=sample.id, group=group.id, num_tokens=len(sample.prompt_ids))
             self._generation.open(group)
+        for group in groups:
+            for sample in group.samples:
+                self._emit("submit", sample=sample.id, group=group.id, num_tokens=len(sample.prompt_ids))
         return groups
 
     def cancel(self, group_ids: Iterable[str]) -> None:
         """Throws groups away, whatever their samples are doing. ValueError for one that is not here; then none is."""
-        with self._turn:
+        with self.turn:
             groups = [self._group(group_id) for group_id in dict.fromkeys(group_ids)]
             for group in groups:
                 self._generation.drop(group, "aborted")
@@ -190,32 +203,54 @@ class Rollout:
         over once."""
         strategy: Strategy = Sync() if wait else self.strategy
         generation = self._generation
-        with self._turn:
+        with self.turn:
             self._begin(strategy)
         if self._loop is not None:
             self._loop.wait(lambda: self._is_over(strategy))
-        with self._turn:
-            keep = False
+        with self.turn:
+            self._check_open()
             try:
                 while not self._is_over(strategy) and generation.advance():
                     pass
-                keep = strategy.keeps_running
-            finally:  # also after an error or an interrupt: the engine is empty, and nothing is lost
-                if not keep:
+                if not strategy.keeps_running:
                     generation.halt()
-                generation.commit()
-            return self._hand_over(strategy)
+            except BaseException:  # the engine is empty, and nothing is lost
+                self._stop_after_error()
+                raise
+            generation.commit()
+            groups = self._hand_over()
+            if self._loop is not None:
+                generation.begin(self.strategy, self.iteration)
+            elif not strategy.keeps_running:
+                generation.end()
+            return groups
+
+    def _stop_after_error(self) -> None:
+        self._generation.rescue()
+        self._generation.empty_engine()
+        self._generation.commit()
+
+    def _check_open(self) -> None:
+        if not self.store.is_open:
+            raise StoreError("the rollout is closed; make another one, with the same store directory")
 
     def _begin(self, strategy: Strategy) -> None:
+        self._check_open()
+        warning, self._warning = self._warning, None
+        if warning is not None:
+            raise warning
         self._emit("iteration_start", value=float(self.engine.version))
-        self._generation.begin(strategy, self.iteration)
+        if self._loop is None:
+            self._generation.recount()
+        if self._loop is None or strategy is not self.strategy:
+            self._generation.begin(strategy, self.iteration)
 
     def _is_over(self, strategy: Strategy) -> bool:
         return strategy.stop_waiting(self._generation.state) and not self._generation.is_awaiting
 
-    def _hand_over(self, strategy: Strategy) -> list[Group]:
+    def _hand_over(self) -> list[Group]:
         generation = self._generation
-        leaving = strategy.hand_over(generation.state)
+        leaving = generation.leaving()
         groups = [group.group for group in leaving]
         for group in groups:
             tokens = sum(len(s.output_ids) for s in group.samples)
@@ -225,20 +260,23 @@ class Rollout:
         self._emit("iteration_end", num_seqs=len(groups), num_tokens=total)
         self.store.hand_over(groups, self.iteration)  # last: whatever raised above, no complete group is lost
         generation.leave(leaving)
-        self._measure(groups)
         self.iteration += 1
+        try:
+            self._measure(groups)
+        except LengthBiasWarning as warning:  # by the caller's filter an error: the next collect raises it
+            self._warning = warning
         return groups
 
     def _measure(self, groups: list[Group]) -> None:
         trained = [s for g in groups for s in g.samples]
-        stay = [s for g in self._generation.state.groups.values() for s in g.samples]
+        stay = [s for g in self._generation.state.groups.values() if g.started for s in g.samples]
         dropped, self._generation.dropped = self._generation.dropped, []
-        self.length_bias.observe(self.iteration, trained, stay, dropped)
+        self.length_bias.observe(self.iteration - 1, trained, stay, dropped)
 
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """At any time, between two steps. Samples keep their tokens, with the version that made each; what is too old
         now is dealt with as the staleness rule says."""
-        with self._turn:
+        with self.turn:
             with contextlib.suppress(StoreFull):  # the next commit says so; this one records what is on disk by now
                 self.store.commit()
             self.engine.update_weights(weights, version)
@@ -247,89 +285,18 @@ class Rollout:
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _work(self) -> bool:
-        """One turn of the thread. -> False if there is nothing to do."""
-        return self._generation.advance()
+        """One turn of the thread. -> False if there is nothing to do for the time being."""
+        try:
+            return self._generation.advance(patient=False)
+        except BaseException:
+            self._stop_after_error()
+            raise
 
     def check_integrity(self) -> None:
         """AssertionError if samples, groups, store and ledger do not add up. Call between steps."""
-        with self._turn:
+        with self.turn:
             self._generation.check_integrity()
             self.store.check_balance()
 
     def _emit(self, kind: EventKind, **fields: Any) -> None:
         self.listener(Event(kind, self.engine.now(), iteration=self.iteration, **fields))
-
-
-class _Turn:
-    """A lock that its background thread gives up as soon as a caller wants it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._callers = 0
-        self._count = threading.Condition()
-
-    def __enter__(self) -> None:
-        with self._count:
-            self._callers += 1
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        with self._count:
-            self._callers -= 1
-            self._count.notify_all()
-
-    @contextlib.contextmanager
-    def last(self) -> Iterator[None]:
-        """Entered when no caller wants it."""
-        with self._count:
-            self._count.wait_for(lambda: not self._callers)
-        with self._lock:
-            yield
-
-
-class _Loop:
-    """Works in a thread, and sleeps while there is nothing to do."""
-
-    def __init__(self, work: Callable[[], bool], turn: _Turn) -> None:
-        self._work, self._turn = work, turn
-        self._stopping = False
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._idle = False
-        self._thread = threading.Thread(target=self._run, name="longtail-rollout", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stopping:
-            try:
-                with self._turn.last():
-                    did = self._work()
-            except BaseException as error:  # told to the caller that waits
-                did, self._error = False, error
-            with self._changed:
-                self._idle = not did
-                self._changed.notify_all()
-                if not did and not self._stopping:
-                    self._changed.wait(0.02)
-                self._changed.wait_for(lambda: self._error is None or self._stopping)  # until a caller has heard of it
-
-    def wait(self, is_over: Callable[[], bool]) -> None:
-        """Until it is over, or there is nothing to do. What the thread raised is raised here."""
-        while True:
-            with self._changed:
-                self._changed.wait(0.05)
-                error, self._error = self._error, None
-                idle = self._idle
-                self._changed.notify_all()
-            if error is not None:
-                raise error
-            with self._turn:
-                if idle or is_over():
-                    return
-
-    def stop(self) -> None:
-        self._stopping = True
-        with self._changed:
-            self._changed.notify_all()
-        self._thread.join()

@@ -7,9 +7,11 @@ Versions never fall along a sample, so what is too old is a prefix of it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, Protocol
 
 from longtail.partial_rollout.groups import GroupState, oldest_version
+from longtail.partial_rollout.ledger import CutLine, Line
 from longtail.sample import Sample
 
 Exceeding = Literal["wait", "regenerate", "mask", "drop"]
@@ -55,6 +57,11 @@ class StalenessRule:
         oldest = group.oldest_version() if self.exceeding == "wait" else None
         return oldest is not None and version - oldest >= self.max_staleness
 
+    @property
+    def is_due_at_once(self) -> bool:
+        """Whether a group is waited for from its first token on."""
+        return self.exceeding == "wait" and self.max_staleness == 0
+
     def exceeded(self, group: GroupState, version: int) -> list[tuple[Sample, int]]:
         """Samples of which something is too old under `version`, each with the output position up to which it is, by
         the scope."""
@@ -65,6 +72,44 @@ class StalenessRule:
         if self.scope == "sample":
             return [(s, len(s.output_ids)) for s in old]
         return [(s, too_old(s, first)) for s in old]
+
+
+class Keeper(Protocol):
+    """What can be done to groups; `Generation` does it."""
+
+    def mask(self, sample: Sample, end: int) -> None: ...
+    def restart(self, group: GroupState, samples: list[Sample], line: CutLine) -> None: ...
+    def drop(self, group: GroupState, line: Line) -> None: ...
+    def remove(self, group: GroupState, samples: list[Sample], line: CutLine) -> None: ...
+    def refill(self) -> None: ...
+
+
+def enforce(rule: StalenessRule, groups: Iterable[GroupState], version: int, keeper: Keeper) -> None:
+    """Deals with what is too old under `version`. Again is harmless."""
+    for group in groups:
+        old = rule.exceeded(group, version)
+        samples = [sample for sample, _ in old]
+        if not old:
+            continue
+        if rule.exceeding == "mask":
+            for sample, end in old:
+                keeper.mask(sample, end)
+        elif rule.exceeding != "drop":  # from the start: before what is too old there is nothing but the prompt
+            group.restarted_stale = True
+            keeper.restart(group, samples, "stale")
+        elif rule.scope == "group" or len(samples) == len(group.samples):
+            keeper.drop(group, "stale")
+            keeper.refill()
+        else:
+            keeper.remove(group, samples, "stale")
+
+
+def hand_over(rule: StalenessRule, chosen: list[GroupState], ready: list[GroupState], version: int) -> list[GroupState]:
+    """What leaves: those that will not wait for another iteration take the place of the youngest that can."""
+    due = [group for group in ready if rule.is_due(group, version)]
+    late = [group for group in due if group not in chosen]
+    spare = sorted((g for g in chosen if g not in due), key=lambda g: g.number)[-len(late) :] if late else []
+    return [group for group in chosen if group not in spare] + late
 
 
 def too_old(sample: Sample, first: int) -> int:

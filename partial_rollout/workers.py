@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from longtail.errors import LongtailError
 from longtail.partial_rollout.background import Background
 from longtail.partial_rollout.environment import Turn, TurnRequest, turn_tokens
 from longtail.partial_rollout.grading import Grade, GradeRequest
@@ -44,13 +45,13 @@ class Workers:
 
     def grade(self, sample: Sample, task: Any) -> None:
         assert self.grader is not None
-        self._ungraded[sample.id] = sample
         self.grader.submit(GradeRequest.of(sample, task, self._text(sample.output_ids)))
+        self._ungraded[sample.id] = sample
 
     def take_turn(self, sample: Sample, task: Any) -> None:
         assert self.environment is not None
-        self._parked[sample.id] = sample
         self.environment.submit(TurnRequest.of(sample, task, self._text(turn_tokens(sample))))
+        self._parked[sample.id] = sample
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return "" if self._decode is None else self._decode(token_ids)
@@ -72,14 +73,19 @@ class Workers:
         return None
 
     def wait(self) -> None:
-        """Until there is a result."""
-        working: list[Background[Any, Any]] = [worker for worker, held in self._both() if held]
-        if len(working) == 1 or self.next_time() is not None:
-            self._results.extend(min(working, key=lambda w: w.next_time() or 0.0).wait())
-            return
-        while working and not self._results:
-            time.sleep(WAIT_SECONDS)
-            self.poll()
+        """Until there is a result. LongtailError if none can come."""
+        while not self._results:
+            working: list[Background[Any, Any]] = [w for w, held in self._both() if held and w.num_pending]
+            if not working:
+                raise LongtailError(
+                    f"{self.what}: {len(self)} samples wait for a result, but nothing is pending there; was it closed "
+                    "before the rollout? Cancel their groups, or open the store again with one that works"
+                )
+            if len(working) == 1 or self.next_time() is not None:
+                self._results.extend(min(working, key=lambda w: w.next_time() or 0.0).wait())
+            else:
+                time.sleep(WAIT_SECONDS)
+                self.poll()
 
     def next_time(self) -> float | None:
         """Engine time of the next result, where it is known (virtual clocks)."""
@@ -96,6 +102,9 @@ class Workers:
             ids = [s.id for s in batch if held.pop(s.id, None) is not None]
             if ids:
                 worker.cancel(ids)
+        gone = {s.id for s in batch}
+        if any(result.sample_id in gone for result in self._results):  # it is of what the sample was
+            self._results = deque(result for result in self._results if result.sample_id not in gone)
 
     def _both(self) -> list[tuple[Background[Any, Any], dict[str, Sample]]]:
         both: list[tuple[Background[Any, Any] | None, dict[str, Sample]]]

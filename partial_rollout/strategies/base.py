@@ -96,14 +96,18 @@ class Strategy:
 
     def order(self, sample: Sample, state: RolloutState) -> Order | None:
         """Key of a waiting sample: smaller is admitted first, of equals the one submitted first. None: not in this
-        iteration. Asked when it starts to wait, when an iteration begins and when a sibling has finished."""
+        iteration. Asked when an iteration has begun; and in it when the sample starts to wait, when a sibling has
+        finished, and after `admit` has refused it."""
         return oldest_unfinished_first(sample, state)
 
     def admit(self, sample: Sample, state: RolloutState) -> Admit | None:
-        """sample: the first in order. None leaves the slot empty until something has happened."""
-        if self.groups is not None and not state.group(sample).started and state.num_started >= self.groups:
-            return None
-        return Admit(sample)
+        """sample: the first in order. None: it is asked for its order again, and leaves the slot to whoever comes
+        before it then; if that is nobody, the slot stays empty until something has happened."""
+        return Admit(sample) if self.may_begin(state.group(sample), state) else None
+
+    def may_begin(self, group: GroupState, state: RolloutState) -> bool:
+        """Whether it is begun already, or among the first `groups`."""
+        return self.groups is None or group.started or state.num_started < self.groups
 
     def at_limit(self, sample: Sample, state: RolloutState) -> int | None:
         """A running sample has made as many tokens as `Admit.limit` allowed: how many more, or None: pause it."""
@@ -124,8 +128,9 @@ class Strategy:
 
 
 def oldest_unfinished_first(sample: Sample, state: RolloutState) -> Order:
-    """Work that was begun before new work, and both by age: nothing starves."""
-    return (not sample.output_ids, state.group(sample).number, sample.index)
+    """Work that was begun before new work (samples, then groups), and all by age: nothing starves."""
+    group = state.group(sample)
+    return (not sample.output_ids, not group.started, group.number, sample.index)
 
 
 def positive(name: str, value: Any, low: int = 1) -> int:

@@ -27,15 +27,18 @@ class ContextAware(Strategy):
         self.chunk, self.fairness = positive("chunk", chunk), positive("fairness", fairness, 2)
 
     def order(self, sample: Sample, state: RolloutState) -> Order | None:
+        if not self.may_begin(state.group(sample), state):
+            return (2, 0)  # of a later iteration: in nobody's way
         if sample.index == 0:
             return (0, len(sample.output_ids))
         return (1, -state.lengths.estimate(sample).tokens)
 
     def admit(self, sample: Sample, state: RolloutState) -> Admit | None:
         if (state.num_admissions + 1) % self.fairness == 0:
-            sample = state.queue.oldest() or sample
-        admitted = super().admit(sample, state)
-        return None if admitted is None else Admit(sample, self.chunk)
+            oldest = state.queue.oldest()
+            if oldest is not None and self.may_begin(state.group(oldest), state):
+                sample = oldest
+        return Admit(sample, self.chunk) if self.may_begin(state.group(sample), state) else None
 
     def at_limit(self, sample: Sample, state: RolloutState) -> int | None:
         return None if state.is_outranked(sample) else self.chunk

@@ -72,6 +72,8 @@ class TailRounds(Strategy):
         return Admit(sample)
 
     def stop_waiting(self, state: RolloutState) -> bool:
+        if self.is_long:
+            return all(group_id in state.ready for group_id in self._round if group_id in state.groups)
         return len(state.ready) >= self.wanted
 
     def hand_over(self, state: RolloutState) -> list[GroupState]:

@@ -147,6 +147,12 @@ class Sample:
         return len(self.output_ids) - sum(len(s) for s in self.segments if s.version == OBSERVATION)
 
     @property
+    def num_unread(self) -> int:
+        """Tokens of an observation at its end, behind which the policy has written nothing."""
+        last = self.segments[-1] if self.segments else None
+        return len(last) if last is not None and last.version == OBSERVATION else 0
+
+    @property
     def loss_mask(self) -> list[bool]:
         """Of each output token whether it is trained on: written by the policy, and not `masked`."""
         return [i >= self.masked and version >= 0 for i, version in enumerate(self.versions)]

@@ -384,7 +384,8 @@ class NativeEngine:
         self.admission.leave(seq)
         self.stepper.routing.admit(sample)
         if sample.output_ids:
-            self._journal.counts["recomputed"] += seq.num_tokens - 1 - seq.num_computed_tokens
+            again = seq.num_tokens - 1 - sample.num_unread - seq.num_computed_tokens
+            self._journal.counts["recomputed"] += max(again, 0)
         self._journal.counts["cached"] += seq.num_cached_tokens
         self._journal.counts["restored"] += seq.num_restored_tokens
         seq.admitted_at = self.now()

@@ -114,6 +114,10 @@ class SimulatedEngine:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
+    @property
+    def max_model_len(self) -> int | None:
+        return self.config.max_model_len
+
     def now(self) -> float:
         """Where this engine stands; the clock, if that is later."""
         return self._timing.now()
@@ -383,7 +387,8 @@ class SimulatedEngine:
             self._journal.emit("restore", sample, start, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
         if seq.num_output_tokens:
-            self._journal.counts["recomputed"] += seq.known - 1 - seq.computed
+            again = seq.known - 1 - sample.num_unread - seq.computed
+            self._journal.counts["recomputed"] += max(again, 0)
         self._journal.counts["cached"] += seq.num_cached_tokens
         self._journal.counts["restored"] += seq.num_restored_tokens
         seq.admitted_at = self.now()
