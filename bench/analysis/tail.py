@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from longtail.bench.analysis.account import recomputed_at
+from longtail.bench.analysis.account import recomputed_at, settle
 from longtail.bench.analysis.base import Run, nearest_rank, pieces, ratio, rows, split_runs, table
 from longtail.bench.analysis.parts import own_seconds, split_step
 
@@ -91,7 +91,7 @@ def what_if(df: pd.DataFrame, *sets: str | Iterable[str]) -> pd.DataFrame:
     result = []
     for run in split_runs(df):
         own, wall = tails.get(run.name, []), run.end - run.start
-        tokens = run.total("hand_over", "num_tokens")
+        tokens = settle(run).handed_over
         before = math.fsum(tail.without(()) for tail in own)
         for causes in chosen:
             left = math.fsum(tail.without(causes) for tail in own)
