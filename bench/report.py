@@ -165,10 +165,11 @@ def render(
 def _overview(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """(run, a cell per column)."""
     ratios = analysis.compare({run: dict(numbers) for run, numbers in summary.items()})
-    return [
-        (run, [_format(form, (numbers | {"ratio": ratios[run]["tokens_per_second"]})[key]) for _, key, form in _OVERVIEW])
-        for run, numbers in ((run, dict(numbers)) for run, numbers in summary.items())
-    ]
+    table = []
+    for run, numbers in summary.items():
+        values = {**numbers, "ratio": ratios[run]["tokens_per_second"]}
+        table.append((run, [_format(form, values[key]) for _, key, form in _OVERVIEW]))
+    return table
 
 
 def _seconds(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str], list[tuple[str, list[str]]]]]:

@@ -12,7 +12,9 @@ console = Console(stderr=True)
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of benches, or trace files; the first is the baseline")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Directories of benches, or trace files; the first is the baseline")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Page to write", show_default="report.html beside the first run's trace")
     ] = None,
