@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from longtail.bench import analysis
-from longtail.bench.plots.style import INK, PAPER, change, extremes, new_figure, percent, share, styled, titled
+from longtail.bench.plots.style import INK, PAPER, change, extremes, new_figure, percent, share, short, styled, titled
 
 PART_COLOURS = {
     "prefill": "#56B4E9",
@@ -130,7 +130,7 @@ def counterfactuals(df: pd.DataFrame) -> Figure:
         colours = [CAUSE_COLOURS[cause] for cause in causes]
         axes.barh(range(len(causes)), own.to_numpy(float), height=0.66, color=colours)
         axes.axvline(tails[name], color=INK, linewidth=0.8, linestyle=":")
-        axes.set_title(name, fontsize=9)
+        axes.set_title(short(name), fontsize=9)
         axes.set_yticks(range(len(causes)), [CAUSE_LABELS[cause] for cause in causes])
         axes.tick_params(axis="y", length=0)
     for axes in panels[len(names) :]:
@@ -175,7 +175,7 @@ def _stacked(
             if width > 0.055 * widest:
                 _write(axes, ends[place] + width / 2, place, percent(share(width, wholes[place])), colour)
         ends += values
-    axes.set_yticks(places, list(frame["run"]))
+    axes.set_yticks(places, [short(run) for run in frame["run"]])
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set(xlim=(0, widest * 1.01), xlabel=xlabel)

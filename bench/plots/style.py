@@ -146,3 +146,8 @@ def share(part: float, whole: float) -> float | None:
 
 def percent(value: float | None) -> str:
     return "none" if value is None else f"{100 * value:.0f} %"
+
+
+def short(name: str) -> str:
+    """A run's name where there is little room."""
+    return name if len(name) <= 28 else f"{name[:12]}\u2026{name[-15:]}"
