@@ -113,8 +113,8 @@ def _differences(frames: Sequence[pd.DataFrame], names: Sequence[str], other: in
         yield f"samples: none of {a} is in {b}"
     yield from _first_difference("prompts", "prompt tokens", prompts, others, a, b)
     if "fast" not in (first.get("numerics"), second.get("numerics")):  # there a sample may differ from run to run
-        ended = (_tokens(frame, "finish") for frame in (frames[0], frames[other]))
-        yield from _first_difference("lengths", "output tokens", *ended, a, b)
+        ended, end = _tokens(frames[0], "finish"), _tokens(frames[other], "finish")
+        yield from _first_difference("lengths", "output tokens", ended, end, a, b)
 
 
 def _first_difference(

@@ -41,7 +41,8 @@ def summary(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
     tail: seconds by cause (`tail_attribution`); what_if: rows of `what_if` without run.
     """
     facts, parts, steps, ended = runs(df), breakdown(df), iterations(df), lengths(df)
-    causes, instead = tail_attribution(df).set_index("run"), what_if(df)
+    instead = what_if(df)
+    tails: dict[Any, Any] = {row["run"]: row for row in tail_attribution(df).to_dict("records")}
     result = {}
     for run, fact, part in zip(split_runs(df), rows(facts), parts.to_dict("records"), strict=True):
         own = steps[steps["run"] == run.name].drop(columns="run")
@@ -53,7 +54,7 @@ def summary(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
         numbers |= _responses(ended[ended["run"] == run.name], run)
         del part["run"]
         numbers["breakdown"] = part
-        numbers["tail"] = {cause: float(causes.loc[run.name, cause]) for cause in CAUSES}
+        numbers["tail"] = {cause: float(tails[run.name][cause]) for cause in CAUSES}
         numbers["what_if"] = instead[instead["run"] == run.name].drop(columns="run").to_dict("records")
         numbers["iterations"] = own.to_dict("records")
         result[run.name] = plain(numbers)

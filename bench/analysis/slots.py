@@ -100,10 +100,10 @@ def timeline(df: pd.DataFrame) -> pd.DataFrame:
 def _numbers(event: Any) -> dict[str, Any]:
     """Of an event the fields that say something: those of a step, and elsewhere tokens, value and detail."""
     if event.kind == "step":
-        names = ("num_seqs", "num_tokens", "num_prefill_tokens", "num_output_tokens", "num_draft_tokens",
-                 "num_accepted_tokens", "num_passes")  # fmt: skip
+        names = ["num_seqs", "num_tokens", "num_prefill_tokens", "num_output_tokens", "num_draft_tokens",
+                 "num_accepted_tokens", "num_passes"]  # fmt: skip
     else:
-        names = ("num_tokens", "value", "detail")
+        names = ["num_tokens", "value", "detail"]
     return {name: value for name in names if (value := getattr(event, name)) and value == value}
 
 

@@ -149,10 +149,10 @@ def _tails(df: pd.DataFrame) -> Iterator[tuple[str, _Tail]]:
             assert t90 is not None
             late = ends[ends["time"] > t90]
             clock = clock or _Clock(run)
-            begin = float(run.events.loc[run.events["of_iteration"] == number, "time"].iloc[0])
+            begin = float(run.events[run.events["of_iteration"] == number]["time"].iloc[0])
             costs = [clock.costs(event, begin, t90) for event in rows(late)]
             shape = (len(costs), len(REMOVABLE))
-            last = str(ends.loc[ends["time"].idxmax(), "sample"])
+            last = str(ends["sample"].iloc[int(ends["time"].to_numpy(float).argmax())])
             yield run.name, _Tail(
                 int(str(number)), t90, last, late["time"].to_numpy(float), np.array(costs, dtype=float).reshape(shape)
             )
@@ -327,9 +327,9 @@ def _stays(run: Run) -> dict[str, list[_Stay]]:
     result: dict[str, list[_Stay]] = {}
 
     def move(sample: str, time: float, to: str, engine: str = "", recomputed: int = 0, by_update: bool = False) -> None:
-        was, since, *rest = state.get(sample, ("new", run.start, "", 0, False))
+        was, since, where, again, updated = state.get(sample, ("new", run.start, "", 0, False))
         if time > since:
-            result.setdefault(sample, []).append(_Stay(was, since, time, *rest))
+            result.setdefault(sample, []).append(_Stay(was, since, time, where, again, updated))
         state[sample] = (to, max(time, since), engine, recomputed, by_update)
 
     for event in run.of("admit", "pause", "preempt", "park", "observe", "cut", "retry", "finish"):

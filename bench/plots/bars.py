@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -78,7 +79,7 @@ def tail_causes(df: pd.DataFrame) -> Figure:
     tails = analysis.tail_attribution(df)
     finding = "No run has a tail"
     if (tails["tail_seconds"] > 0).any():
-        worst = tails.loc[tails["tail_seconds"].idxmax()]
+        worst: Any = max(tails.to_dict("records"), key=lambda row: float(row["tail_seconds"]))
         cause = str(worst["cause"])
         weight = percent(share(worst[cause], worst["tail_seconds"]))
         others = f" (the longest of {len(tails)} runs)" if len(tails) > 1 else ""
@@ -122,7 +123,7 @@ def counterfactuals(df: pd.DataFrame) -> Figure:
     causes = single or ["low_batch"]
     columns = min(len(names), 4)
     lines = -(-len(names) // columns)
-    height = 0.85 + lines * (0.55 + 0.24 * len(causes))
+    height = 1.25 + lines * (0.6 + 0.24 * len(causes))
     figure, panels = new_figure(height, lines, columns, sharex=True, sharey=True)
     tails = {row.run: row.saved_seconds + row.tail_seconds for row in analysis.rows(rows)}
     for axes, name in zip(panels, names, strict=False):
@@ -146,9 +147,9 @@ def counterfactuals(df: pd.DataFrame) -> Figure:
     return titled(figure, finding, [])
 
 
-def _useful(row: Mapping[str, float]) -> float:
+def _useful(row: Mapping[Any, Any]) -> float:
     kept = row["trained"] + row["pending"]
-    return kept / row["generated"] if row["generated"] else 1.0
+    return float(kept / row["generated"]) if row["generated"] else 1.0
 
 
 def _column(table: pd.DataFrame, age: int, names: Sequence[str]) -> np.ndarray:
@@ -166,10 +167,11 @@ def _stacked(
     """frame: `run` and a column for each key of colours. wholes: what the shares written into the bars are of."""
     figure, (axes,) = new_figure(1.35 + 0.42 * len(frame), 1)
     ends = np.zeros(len(frame))
-    widest = max(float(frame[list(colours)].sum(axis=1).max()) if len(frame) else 0.0, 1e-9)
+    shown = frame[list(colours)].clip(lower=0.0)  # a token too many in the account is below 0: no bar can show that
+    widest = max(float(shown.sum(axis=1).max()) if len(frame) else 0.0, 1e-9)
     places = np.arange(len(frame))
     for part, colour in colours.items():
-        values = frame[part].to_numpy(float)
+        values = shown[part].to_numpy(float)
         axes.barh(places, values, left=ends, height=0.64, color=colour, edgecolor=PAPER, linewidth=0.6)
         for place, width in enumerate(values):
             if width > 0.055 * widest:
@@ -180,8 +182,8 @@ def _stacked(
     axes.invert_yaxis()
     axes.set(xlim=(0, widest * 1.01), xlabel=xlabel)
     axes.spines["left"].set_visible(False)
-    total = float(frame[list(colours)].to_numpy(float).sum())
-    used = [part for part in colours if frame[part].sum() > 0.0005 * total]
+    total = float(shown.to_numpy(float).sum())
+    used = [part for part in colours if shown[part].sum() > 0.0005 * total]
     return titled(figure, finding, [Patch(color=colours[part], label=labels.get(part, part)) for part in used])
 
 
