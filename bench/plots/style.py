@@ -114,9 +114,13 @@ def titled(figure: Figure, title: str, handles: Sequence[Any]) -> Figure:
 def _legend_columns(labels: Sequence[str]) -> int:
     """The most that fit side by side."""
     for columns in range(len(labels), 1, -1):
-        lines = -(-len(labels) // columns)  # a legend is filled column by column
-        widths = [max(len(label) for label in labels[i : i + lines]) for i in range(0, len(labels), lines)]
-        if sum(0.068 * width + 0.42 for width in widths) <= _WIDTH - 0.1:
+        lines, longer = divmod(len(labels), columns)  # a legend is filled column by column, the first ones fuller
+        width, place = 0.0, 0
+        for column in range(columns):
+            count = lines + (column < longer)
+            width += 0.068 * max(map(len, labels[place : place + count])) + 0.42
+            place += count
+        if width <= _WIDTH - 0.1:
             return columns
     return 1
 

@@ -85,7 +85,7 @@ def active_sequences(df: pd.DataFrame) -> Figure:
         axes.set(xlim=(0, last(facts)), ylim=(0, slots * 1.04))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3 if apart else "auto"))
     panels[-1].set_xlabel("time since the run's start (s)")
-    figure.supylabel(f"active sequences (of {slots})", fontsize=9, x=0.005)
+    panels[len(panels) // 2].set_ylabel(f"active sequences (of {slots})")
     handles.append(Patch(color=INK, alpha=0.16, linewidth=0, label="bubble: empty while generating"))
     return titled(figure, _mean_active(lines, facts, steps), handles)
 
@@ -149,7 +149,8 @@ def _histogram(axes: Axes, own: pd.DataFrame, edges: np.ndarray[Any, Any], colou
     place = edges[-1] * 1.12 + width * (index - (runs - 1) / 2)
     number = int(capped.sum())
     axes.bar(place, number, width=width * 0.9, color=colour, alpha=0.75)
-    axes.annotate(str(number), (place, number), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+    if number or runs <= 3:
+        axes.annotate(str(number), (place, number), (0, 2), textcoords="offset points", ha="center", fontsize=8)
 
 
 def _survival(axes: Axes, tokens: list[int], colour: str) -> None:
