@@ -78,10 +78,20 @@ _HEAD = 0.56  # inches on top for the finding and one line of legend
 _LINE = 0.165  # for each further line
 
 
+class Picture(Figure):
+    """A figure that a notebook shows where it is a cell's value, without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        with matplotlib.rc_context(_STYLE):
+            self.savefig(buffer, format="png", dpi=110)
+        return buffer.getvalue()
+
+
 def new_figure(height: float, rows: int, columns: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
     """Panels below the room for a title. height: in inches."""
     ratios = options.pop("height_ratios", None)
-    figure = Figure(figsize=(_WIDTH, height))
+    figure = Picture(figsize=(_WIDTH, height))
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - _HEAD / height), h_pad=0.06)
     panels = figure.subplots(rows, columns, squeeze=False, height_ratios=ratios, **options)
