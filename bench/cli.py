@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from longtail.bench import calibrate_cli, lengths_cli, scheduling_cli, spec_cli, staleness_cli, store_cli, trace_cli
+from longtail.bench import (
+    calibrate_cli,
+    lengths_cli,
+    report_cli,
+    scheduling_cli,
+    spec_cli,
+    staleness_cli,
+    store_cli,
+    trace_cli,
+)
 from longtail.bench.machine import quiet_threads
 
 if TYPE_CHECKING:
@@ -33,6 +42,7 @@ bench.command("staleness")(staleness_cli.staleness)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
 calibrate_cli.register(app)
+report_cli.register(app)
 console = Console(stderr=True)
 
 
@@ -335,9 +345,10 @@ def _resolve(name: str) -> Path | str:
 
 
 def _print_headline(summary: dict[str, Any]) -> None:
-    from longtail.bench.report import headline
+    from longtail.bench.answer import headline, why
 
-    console.print(headline(summary["runs"]), highlight=False)
+    for sentence in [headline(summary["runs"]), *why(summary["runs"])]:
+        console.print(sentence, highlight=False)
     for name, run in summary["runs"].items():
         for text in run["warnings"]:
             console.print(f"{name}: {text}", style="yellow", highlight=False)

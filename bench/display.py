@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -70,17 +71,51 @@ _DRAFTING: tuple[tuple[str, str], ...] = (("drafts verified", "tokens_drafted"),
 _PARTS: tuple[tuple[str, str], ...] = (
     ("prefill", "prefill"),
     ("decode", "decode"),
+    ("verify drafts", "verify"),
     ("sampling", "sampling"),
     ("drafting", "drafting"),
     ("scheduling, bookkeeping", "scheduling"),
     ("switch (save, restore)", "switch"),
     ("grade", "grade"),
+    ("wait", "wait"),
     ("idle", "idle"),
 )
+_WHERE_ANY = ("verify drafts", "drafting", "wait")
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("wall s", "wall_seconds", "{:.1f}"),
+    ("trained tok/s", "tokens_per_second", "{:.0f}"),
+    ("x first", "ratio", "{:.2f}"),
+    ("s/1,000 tok", "seconds_per_1000_tokens", "{:.2f}"),
+    ("tail s", "tail_seconds", "{:.1f}"),
+    ("bubbles", "bubble_share", "{:.0%}"),
+    ("mean age", "staleness_mean", "{:.2f}"),
+    ("max age", "staleness_max", "{:d}"),
+    ("wasted tokens", "tokens_wasted", "{:d}"),
+)
+_FEW = 3
+"""Up to so many runs stand beside each other as columns; of more, each has a row."""
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """The first run is the baseline; the last column compares the last run with it."""
+    """The first run is the baseline."""
+    return _columns(summary) if len(summary["runs"]) <= _FEW else _rows(summary)
+
+
+def _rows(summary: dict[str, Any]) -> Table:
+    table = Table(
+        title="Same prompts, same seeds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.add_column("", no_wrap=True)
+    for label, _, _ in _COLUMNS:
+        table.add_column(label, justify="right")
+    for name, numbers in summary["runs"].items():
+        values = numbers | {"ratio": summary["compare"][name]["tokens_per_second"]}
+        table.add_row(name, *(_cell(form, values[key]) for _, key, form in _COLUMNS))
+    return table
+
+
+def _columns(summary: dict[str, Any]) -> Table:
+    """The last column compares the last run with the first."""
     runs = summary["runs"]
     names = list(runs)
     table = Table(title="Same prompts, same seeds", title_justify="left")
@@ -91,10 +126,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if compared:
         table.add_column(f"{names[-1]} / {names[0]}", justify="right")
     for label, key, form in _ROWS:
-        cells = [form.format(runs[name][key]) for name in names]
+        cells = [_cell(form, runs[name][key]) for name in names]
         if compared:
-            ratio = summary["compare"][names[-1]].get(key)
-            cells.append("" if ratio is None else f"{ratio:.2f}")
+            cells.append(_cell("{:.2f}", summary["compare"][names[-1]].get(key)))
         table.add_row(label, *cells)
     for label, key in _DRAFTING:
         if any(runs[name][key] for name in names):
@@ -102,7 +136,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_section()
     for label, key in _PARTS:
         values = [runs[name]["breakdown"][key] for name in names]
-        if key == "drafting" and not any(values):
+        if label in _WHERE_ANY and not any(values):
             continue
         table.add_row(f"  {label}", *(f"{v:.1f} s" for v in values), *([""] if compared else []))
     return table
+
+
+def _cell(form: str, value: Any) -> str:
+    return "" if value is None else form.format(value)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from longtail.bench import analysis
+from longtail.bench import analysis, answer
 from longtail.bench.trace import replacing
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_SAME = 0.02
-"""Rates closer than this share are called equal: one run of each strategy cannot tell them apart."""
+_FEW = 3
+"""Up to so many runs stand beside each other as columns; of more, each has a row."""
 
 _CAPTIONS = {
+    "tail": "The seconds in which an iteration waits for its last samples, by cause. Low-batch decode is what these "
+    "passes cost beyond the same tokens decoded among full batches; true length is what is left without any cause.",
+    "what-if": "Each cause removed alone, everything else as it was. The causes of one second overlap, so these do not "
+    "add up; the shares above do.",
+    "ledger": "Every generated token has one place. Pending: kept, not handed over when the run ended.",
+    "staleness": "How many versions of the weights lie between the making of a token and its hand-over.",
     "slots": "Each bar is a sample's stay in a slot. Gaps before an iteration's last bar ends are bubbles; then come "
     "grading, training and the weight update. A partial iteration pauses unfinished samples and continues them later.",
     "active": "How many sequences share each forward pass. Shaded: slots left empty between an iteration's first "
@@ -40,6 +46,7 @@ _TABLE = (  # (label, key, format)
     ("generated tokens per second", "tokens_generated_per_second", "{:,.1f}"),
     ("tokens pending at the end", "tokens_pending", "{:,d}"),
     ("tokens aborted", "tokens_aborted", "{:,d}"),
+    ("tokens wasted", "tokens_wasted", "{:,d}"),
     ("tokens unaccounted", "tokens_unaccounted", "{:,d}"),
     ("tokens re-prefilled", "tokens_reprefilled", "{:,d}"),
     ("tokens restored", "tokens_restored", "{:,d}"),
@@ -48,6 +55,19 @@ _TABLE = (  # (label, key, format)
     ("output tokens p50 / p90 / max", "lengths", "{}"),
     ("share at the cap", "capped_share", "{:.1%}"),
     ("mean reward", "mean_reward", "{:.3f}"),
+)
+
+_OVERVIEW = (  # (label, key, format) of the table with a row a run
+    ("wall (s)", "wall_seconds", "{:,.1f}"),
+    ("trained tokens/s", "tokens_per_second", "{:,.1f}"),
+    ("\u00d7 first", "ratio", "{:.2f}"),
+    ("s per 1,000 trained", "seconds_per_1000_tokens", "{:,.2f}"),
+    ("tail (s)", "tail_seconds", "{:,.1f}"),
+    ("tail", "tail_share", "{:.0%}"),
+    ("bubbles", "bubble_share", "{:.0%}"),
+    ("age mean", "staleness_mean", "{:.2f}"),
+    ("age max", "staleness_max", "{:d}"),
+    ("wasted tokens", "tokens_wasted", "{:,d}"),
 )
 
 _ITERATION_TABLE = (
@@ -73,7 +93,15 @@ _DEFINITIONS = {
     "pending": "generated and kept, not handed over when the run ends",
     "re-prefilled": "tokens computed again after a pause or a preemption; restored tokens came from a snapshot instead",
     "prefill and decode": "a mixed step's model time, split by the share of its query tokens",
-    "drafting": "making drafts; the passes that verify them are in decode",
+    "started late": "of the tail: the last samples' seconds without a slot before their first admission",
+    "paused": "of the tail: their seconds out of a slot after it, and computing again what that lost",
+    "waiting": "of the tail: their seconds with an environment, or while everybody waited for graders",
+    "low-batch decode": "of the tail: what decoding took beyond its tokens at the speed of the fullest batches",
+    "true length": "of the tail: what would be left without any of the causes",
+    "age": "of a trained token: version of the weights at its hand-over less that of those that made it",
+    "wasted": "generated, and dropped or aborted: nobody trains on it",
+    "verify": "a step's model time, by the share of its rows that verify drafts",
+    "drafting": "making drafts",
     "acceptance length": "tokens that a verified draft brings, the target's own one included",
     "scheduling": "step time outside the model, sampling and drafting",
     "switch": "saving and restoring KV, and updating weights",
@@ -82,15 +110,25 @@ _DEFINITIONS = {
 
 
 def write_report(
-    path: str | os.PathLike[str], df: pd.DataFrame, summary: Mapping[str, Mapping[str, Any]], meta: Mapping[str, Any]
+    path: str | os.PathLike[str],
+    df: pd.DataFrame,
+    summary: Mapping[str, Mapping[str, Any]],
+    meta: Mapping[str, Any],
+    unlike: Sequence[str] = (),
 ) -> None:
-    """Writes the page for `summary(df)`. `meta` (settings and machine, any JSON) is shown as a table, escaped."""
-    page = render(df, summary, meta)
+    """Writes the page for `summary(df)`. `meta` (settings and machine, any JSON) is shown as a table, escaped. unlike:
+    why the runs should not be compared, shown first."""
+    page = render(df, summary, meta, unlike)
     with replacing(path) as file:
         file.write(page.encode())
 
 
-def render(df: pd.DataFrame, summary: Mapping[str, Mapping[str, Any]], meta: Mapping[str, Any]) -> str:
+def render(
+    df: pd.DataFrame,
+    summary: Mapping[str, Mapping[str, Any]],
+    meta: Mapping[str, Any],
+    unlike: Sequence[str] = (),
+) -> str:
     """The page as text."""
     import jinja2
 
@@ -100,11 +138,17 @@ def render(df: pd.DataFrame, summary: Mapping[str, Mapping[str, Any]], meta: Map
     )
     settings = {row.run: row.settings for row in analysis.rows(analysis.runs(df))}
     return environment.get_template("report.html.j2").render(
-        title=" against ".join(summary),
-        headline=headline(summary),
-        reasons=reasons(summary),
+        title=" against ".join(summary) if len(summary) <= _FEW else f"{len(summary)} runs",
+        unlike=list(unlike),
+        headline=answer.headline(summary),
+        why=answer.why(summary),
+        reasons=answer.reasons(summary),
         runs=list(summary),
+        few=len(summary) <= _FEW,
+        overview=_overview(summary),
+        overview_columns=[label for label, _, _ in _OVERVIEW],
         table=_table(summary),
+        seconds=_seconds(summary),
         ledger=_ledger_rows(summary),
         drafters=_drafter_rows(summary),
         drafter_columns=[label for label, _ in _DRAFTER_COLUMNS],
@@ -118,96 +162,29 @@ def render(df: pd.DataFrame, summary: Mapping[str, Mapping[str, Any]], meta: Map
     )
 
 
-def headline(summary: Mapping[str, Mapping[str, Any]]) -> str:
-    """One sentence: what the tail cost under the first run, and what each other run made of it."""
-    (base, first), *others = summary.items()
-    cost = (
-        f"Under {base}, waiting for the last 10 % of samples took {_format('{:,.1f}', first['tail_seconds'])} s "
-        f"({_format('{:.0%}', first['tail_share'])} of the run), and "
-        f"{_format('{:.0%}', first['bubble_share'])} of the slot time was empty while generating"
-    )
-    return "; ".join([cost, *(f"{name} {_outcome(first, other, base)}" for name, other in others)]) + "."
+def _overview(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """(run, a cell per column)."""
+    ratios = analysis.compare({run: dict(numbers) for run, numbers in summary.items()})
+    table = []
+    for run, numbers in summary.items():
+        values = {**numbers, "ratio": ratios[run]["tokens_per_second"]}
+        table.append((run, [_format(form, values[key]) for _, key, form in _OVERVIEW]))
+    return table
 
 
-def reasons(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What stands behind each comparison with the first run, one sentence a fact that matters."""
-    (base, first), *others = summary.items()
-    facts = []
-    for name, numbers in summary.items():
-        if not numbers["complete"]:
-            facts.append(f"{name} did not reach its end; its numbers cover what was traced.")
-        if numbers["tokens_unaccounted"]:
-            facts.append(f"{name}: {numbers['tokens_unaccounted']:,} generated tokens have no place in the account.")
-    for name, other in others:
-        facts += _why(base, first, name, other)
-    return facts
-
-
-def _outcome(first: Mapping[str, Any], other: Mapping[str, Any], base: str) -> str:
-    ratio = _over(other["tokens_per_second"], first["tokens_per_second"])
-    if ratio is None:
-        return "cannot be compared, because one of the two trained nothing"
-    because = _because(first, other)
-    if abs(ratio - 1) <= _SAME:
-        return f"trained as many tokens per second, {because}"
-    verdict = "gained" if ratio > 1 else "did not pay here"
-    return f"{verdict}: {ratio:.2f} times the trained tokens per second of {base}, {because}"
-
-
-def _because(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The fact that explains the rate best, as a clause; `reasons` has them all."""
-    ratio = _over(other["tokens_per_second"], first["tokens_per_second"]) or 0.0
-    speed = _over(other["tokens_generated_per_second"], first["tokens_generated_per_second"]) or 0.0
-    bubble = _format("{:.0%}", other["bubble_share"])
-    pending = _over(other["tokens_pending"], other["tokens_generated"]) or 0.0
-    if ratio > 1 + _SAME:
-        return f"with {bubble} of the slot time empty"
-    if speed > 1 + _SAME:
-        share = _format("{:.0%}", pending)
-        return f"though it generated {speed:.2f} times as fast: {share} of its tokens were still pending at the end"
-    if (other["bubble_share"] or 0) < (first["bubble_share"] or 0) - _SAME:
-        return f"because steps with fuller slots ({bubble} empty) cost more here, or resuming took what they saved"
-    return f"because its slots were no fuller ({bubble} empty)"
-
-
-def _why(base: str, first: Mapping[str, Any], name: str, other: Mapping[str, Any]) -> list[str]:
-    facts = [
-        f"{name} left {_format('{:.0%}', other['bubble_share'])} of its slot time empty, {base} "
-        f"{_format('{:.0%}', first['bubble_share'])}."
-    ]
-    speed = _over(other["tokens_generated_per_second"], first["tokens_generated_per_second"])
-    fewer_bubbles = (other["bubble_share"] or 0) < (first["bubble_share"] or 0)
-    if speed is not None:
-        facts.append(f"It generated {speed:.2f} times the tokens per second of {base}, trained or not.")
-        if fewer_bubbles and speed < 1 + _SAME:
-            facts.append(_step_cost(base, first, name, other))
-    pending = _over(other["tokens_pending"], other["tokens_generated"])
-    if pending and pending > _SAME:
-        facts.append(
-            f"{_format('{:.0%}', pending)} of what it generated was still pending at the end, hence not trained; the"
-            " shorter the run, the more this weighs."
-        )
-    if other["tokens_reprefilled"]:
-        again = _over(other["tokens_reprefilled"], other["tokens_generated"]) or 0.0
-        facts.append(
-            f"Resuming cost {other['tokens_reprefilled']:,} tokens computed again "
-            f"({_format('{:.0%}', again)} of those generated)."
-        )
-    switch, before = (_over(run["breakdown"]["switch"], run["wall_seconds"]) or 0.0 for run in (other, first))
-    if abs(switch - before) > _SAME:
-        facts.append(
-            f"Switching took {_format('{:.0%}', switch)} of its time, {_format('{:.0%}', before)} under {base}."
-        )
-    return facts
-
-
-def _step_cost(base: str, first: Mapping[str, Any], name: str, other: Mapping[str, Any]) -> str:
-    """Fuller slots that bring nothing: what a generated token cost in each run."""
-    costs = [1000 * (_over(run["breakdown"]["decode"], run["tokens_generated"]) or 0.0) for run in (other, first)]
-    return (
-        f"Fuller slots did not make {name} faster: a generated token took {costs[0]:.1f} ms of decode time, "
-        f"{costs[1]:.1f} ms under {base}."
-    )
+def _seconds(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str], list[tuple[str, list[str]]]]]:
+    """(title, columns, (run, a cell per column)): the breakdown of the wall time, and of the tail. Columns in which no
+    run has a tenth of a second are left out."""
+    tables = []
+    for title, key, whole in (("Wall time (s)", "breakdown", "wall_seconds"), ("Tail (s)", "tail", "tail_seconds")):
+        names = analysis.PARTS if key == "breakdown" else analysis.CAUSES
+        used = [name for name in names if any(numbers[key][name] >= 0.05 for numbers in summary.values())]
+        rows = [
+            (run, [_format("{:,.1f}", value) for value in (numbers[whole], *(numbers[key][name] for name in used))])
+            for run, numbers in summary.items()
+        ]
+        tables.append((title, ["all", *(name.replace("_", " ") for name in used)], rows))
+    return tables
 
 
 def _table(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -296,6 +273,10 @@ def _figures(df: pd.DataFrame) -> list[dict[str, Any]]:
 def alternative(figure: Any, name: str) -> str:
     """Alt text: the kind of picture and the finding it carries as its title."""
     kinds = {
+        "tail": "Stacked bars of the tail's seconds by cause",
+        "what-if": "Bars of the seconds that would be saved without each cause",
+        "ledger": "Stacked bars of where the generated tokens went",
+        "staleness": "Stacked bars of the trained tokens by age",
         "slots": "Timeline of the slots of each run",
         "active": "Active sequences over time",
         "lengths": "Histogram and survival curve of response lengths",

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from longtail.bench.plots import INK, PAPER, RUN_COLOURS, _figure, _styled, _titled
+from longtail.bench.plots.style import INK, PAPER, RUN_COLOURS, new_figure, styled, titled
 
 Rows = list[dict[str, Any]]
 KEEP: dict[str, Any] = {"linewidth": 1.4, "marker": "o", "markersize": 3.8}
@@ -18,12 +18,12 @@ POLICY: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (4, 2)), "alpha": 0
 LENGTH_STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)))
 
 
-@_styled
+@styled
 def figure(result: dict[str, Any]) -> Figure:
     """Four panels: drift over age, drift over the distance from the stale KV, what is lost to a trainer, time."""
     series = list(dict.fromkeys(row["series"] for row in result["drift"]))
     colours = {name: RUN_COLOURS[i % len(RUN_COLOURS)] for i, name in enumerate(series)}
-    made, panels = _figure(
+    made, panels = new_figure(
         5.6 if result["time"] else 3.1, 2 if result["time"] else 1, columns=2 if result["time"] else 3
     )
     drift, healing, trainer = panels[:3]
@@ -62,7 +62,7 @@ def figure(result: dict[str, Any]) -> Figure:
     handles.append(Line2D([], [], color=INK, **POLICY, label="the updates themselves"))
     if any(row["history"] == "mixed" for row in result["drift"]):
         handles.append(Line2D([], [], color=INK, **_hollow(INK), label="KV of all versions in turn"))
-    return _titled(made, _finding(result), handles)
+    return titled(made, _finding(result), handles)
 
 
 def _drift(axes: Axes, ages: Rows, mixed: Rows, colour: str) -> None:

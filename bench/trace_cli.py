@@ -1,4 +1,4 @@
-"""`longtail trace`: other systems' records as traces of ours."""
+"""`longtail trace`: other systems' records as traces of ours, and traces of ours for other systems' viewers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-app = typer.Typer(no_args_is_help=True, help="Traces: import other systems' records.")
+app = typer.Typer(no_args_is_help=True, help="Traces: import other systems' records, export.")
 console = Console(stderr=True)
-
-
-@app.callback()
-def traces() -> None:
-    """Keeps `import` a command of its own while it is the only one."""
 
 
 @app.command("import")
@@ -50,3 +45,17 @@ def import_records(
     fields = ", ".join(f"{field}={name}" for field, name in meta["fields"].items())
     console.print(f"Read as: {fields}", highlight=False, soft_wrap=True)
     console.print(f"Trace: {out}", highlight=False, soft_wrap=True)
+
+
+@app.command("export")
+def export(
+    run: Annotated[Path, typer.Argument(help="Directory of a bench, or a trace file")],
+    out: Annotated[Path, typer.Option(help="File to write")] = Path("trace.json"),
+) -> None:
+    """Write a trace as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+    from longtail.bench.chrome_trace import write_chrome_trace
+    from longtail.bench.run_files import trace_file
+    from longtail.bench.trace import read_trace
+
+    count = write_chrome_trace(out, read_trace(trace_file(run)))
+    console.print(f"{count:,} events: {out}; open it at ui.perfetto.dev", highlight=False, soft_wrap=True)

@@ -100,14 +100,19 @@ def test_breakdown_of_the_sync_schedule() -> None:
         "wall": 13.0,
         "prefill": 2.25,  # 9 of the first step's 12 tokens: 3/4 of 3 s
         "decode": 4.75,  # 0.75 s and the second step's 4 s
-        "sampling": 1.0,
+        "verify": 0.0,
         "drafting": 0.0,
+        "sampling": 1.0,
         "scheduling": 1.0,  # 4 - 3 - 0.5 and (6 - 1 of the restore) - 4 - 0.5
-        "switch": 1.25,  # the restore inside the second step, and the update
+        "save": 0.0,
+        "restore": 1.0,  # inside the second step
+        "update": 0.25,
         "grade": 0.5,
+        "wait": 0.0,
         "train": 1.0,
         "idle": 1.25,  # 111.5 to 112 and 112.25 to 113
         "generate": 9.0,
+        "switch": 1.25,
     }
 
 
@@ -117,8 +122,8 @@ def test_a_step_eaten_by_others_shrinks_in_proportion() -> None:
     assert (row["decode"], row["sampling"], row["scheduling"], row["switch"], row["idle"]) == (1.5, 0.5, 0, 2, 0)
 
 
-def test_drafting_is_a_part_of_its_own() -> None:
-    """Its rows are decode rows: 2 known tokens and 3 drafts, in 3 of the step's 5 seconds."""
+def test_drafting_and_verifying_are_parts_of_their_own() -> None:
+    """2 known tokens and 3 drafts in the rows of 3 of the step's 5 seconds."""
     step = Event(
         "step",
         0.0,
@@ -133,7 +138,8 @@ def test_drafting_is_a_part_of_its_own() -> None:
     )
     events = frame(r=[step, Event("run_end", 5.0)])
     (row,) = analysis.breakdown(events).to_dict("records")
-    assert (row["decode"], row["sampling"], row["drafting"], row["scheduling"]) == (3.0, 0.5, 1.0, 0.5)
+    assert (row["decode"], row["verify"]) == (pytest.approx(1.2), pytest.approx(1.8))
+    assert (row["sampling"], row["drafting"], row["scheduling"]) == (0.5, 1.0, 0.5)
     numbers = analysis.summary(events)["r"]
     assert (numbers["tokens_drafted"], numbers["tokens_accepted"]) == (3, 2)
 

@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 
 from longtail import Event
-from longtail.bench import analysis, plots, report
+from longtail.bench import analysis, answer, plots, report
 from longtail.bench.trace import TraceWriter
 
-FIGURES = ("slots", "active", "lengths", "breakdown")
+FIGURES = ("tail", "what-if", "slots", "active", "breakdown", "ledger", "staleness", "lengths")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, synthetic_writer: TraceWriter
 
 
 def test_the_page_holds_answer_numbers_and_settings(page: str, numbers: dict[str, dict[str, Any]]) -> None:
-    assert report.headline(numbers) in page
+    assert answer.headline(numbers) in page
     assert page.index('class="answer"') < page.index("<table")
     for run in numbers.values():
         assert f"{run['tokens_trained']:,d}" in page
@@ -41,7 +41,7 @@ def test_the_page_holds_answer_numbers_and_settings(page: str, numbers: dict[str
         assert f"{100 * run['bubble_share']:.1f}\u00a0%" in page
     ratio = numbers["token-budget"]["tokens_per_second"] / numbers["sync"]["tokens_per_second"]
     assert f"({ratio:.2f}\u00d7)" in page
-    assert page.count('<th scope="row">token-budget</th>') == 4  # a row an iteration
+    assert page.count('<th scope="row">token-budget</th>') == 4 + 2  # a row an iteration, and where its seconds went
     assert "torch: 2.13" in page and "synthetic" in page
 
 
@@ -102,24 +102,24 @@ def rated(numbers: dict[str, dict[str, Any]], **changes: float) -> dict[str, dic
 
 def test_headline_says_gain_loss_or_neither(numbers: dict[str, dict[str, Any]]) -> None:
     cost = f"took {numbers['sync']['tail_seconds']:.1f} s"
-    gain = report.headline(rated(numbers, tokens_per_second=1.5))
+    gain = answer.headline(rated(numbers, tokens_per_second=1.5))
     assert cost in gain and "gained: 1.50 times the trained tokens per second of sync" in gain
-    loss = report.headline(rated(numbers, tokens_per_second=0.7, tokens_generated_per_second=1.2))
+    loss = answer.headline(rated(numbers, tokens_per_second=0.7, tokens_generated_per_second=1.2))
     assert "did not pay here: 0.70 times" in loss and "generated 1.20 times as fast" in loss
     assert "still pending at the end" in loss
-    slower = report.headline(rated(numbers, tokens_per_second=0.7, tokens_generated_per_second=0.9))
+    slower = answer.headline(rated(numbers, tokens_per_second=0.7, tokens_generated_per_second=0.9))
     assert "because steps with fuller slots" in slower
-    even = report.headline(rated(numbers, tokens_per_second=1.01, tokens_generated_per_second=1.0))
+    even = answer.headline(rated(numbers, tokens_per_second=1.01, tokens_generated_per_second=1.0))
     assert "trained as many tokens per second" in even
 
 
 def test_reasons_name_what_weighs(numbers: dict[str, dict[str, Any]]) -> None:
-    text = "\n".join(report.reasons(rated(numbers, tokens_generated_per_second=0.9)))
+    text = "\n".join(answer.reasons(rated(numbers, tokens_generated_per_second=0.9)))
     assert "was still pending at the end" in text and "tokens computed again" in text
     assert "Fuller slots did not make token-budget faster" in text
     broken = copy.deepcopy(numbers)
     broken["sync"].update(complete=False, tokens_unaccounted=12)
-    text = "\n".join(report.reasons(broken))
+    text = "\n".join(answer.reasons(broken))
     assert "sync did not reach its end" in text and "12 generated tokens have no place" in text
 
 
