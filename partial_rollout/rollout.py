@@ -112,7 +112,7 @@ class Rollout:
             refill=refill,
             listener=listener,
         )
-        self._loop = _Loop(self._work, self._turn) if background else None
+        self._loop = _Loop(self._generation.advance, self._turn) if background else None
 
     def close(self) -> None:
         """Stops generating and closes the store, when the KV of paused samples is on its disk. The engine, graders and
@@ -246,9 +246,18 @@ class Rollout:
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _work(self) -> bool:
-        """One turn of the thread. -> False if there is nothing to do."""
-        return self._generation.advance()
+    def work(self) -> bool:
+        """Generates between `collect`s, one step: what `background=True` does in a thread, for callers with a loop (or
+        a virtual clock) of their own. For strategies that keep samples running. -> False if there is nothing to do."""
+        if not self.strategy.keeps_running:
+            raise ValueError(f"work: {self.strategy.name} pauses everything between collects")
+        with self._turn:
+            return self._generation.advance()
+
+    @property
+    def num_started(self) -> int:
+        """Groups that are not handed over and of which at least one sample was ever admitted."""
+        return self._generation.state.num_started
 
     def check_integrity(self) -> None:
         """AssertionError if samples, groups, store and ledger do not add up. Call between steps."""

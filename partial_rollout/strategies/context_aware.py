@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from longtail.partial_rollout.strategies.base import Admit, Order, RolloutState, Strategy, positive
 from longtail.sample import Sample
 
@@ -25,8 +27,20 @@ class ContextAware(Strategy):
     def __init__(self, chunk: int = 256, fairness: int = 8, *, groups: int | None = None) -> None:
         super().__init__(groups=groups)
         self.chunk, self.fairness = positive("chunk", chunk), positive("fairness", fairness, 2)
+        self._members: set[str] = set()
+        """Ids of the groups that the iteration works on, where their number is bounded."""
+
+    def begin(self, state: RolloutState) -> None:
+        if self.groups is not None:
+            begun = [g.id for g in state.groups.values() if g.started]
+            fresh = (g.id for g in state.groups.values() if not g.started)
+            self._members = {*begun, *itertools.islice(fresh, max(self.groups - len(begun), 0))}
 
     def order(self, sample: Sample, state: RolloutState) -> Order | None:
+        if self.groups is not None and sample.group_id not in self._members:
+            if len(self._members) >= self.groups:
+                return (2, 0.0)  # after all others: they may not be begun yet, and must not be in anybody's way
+            self._members.add(sample.group_id)
         if sample.index == 0:
             return (0, len(sample.output_ids))
         return (1, -state.lengths.estimate(sample).tokens)

@@ -88,7 +88,7 @@ def test_a_cluster_of_one_is_an_engine(name: str) -> None:
         ),
         lambda: cluster(lengths, Instances(count=1, cost=LinearCost(1.0, 0.1), settings={"slots": 8})),
     ):
-        fields = settings.get(name, {} if name == "context-aware" else {"groups": 4})
+        fields = settings.get(name, {"groups": 4})
         with Rollout(make(), strategy=make_strategy((STRATEGIES[name], fields))) as rollout:
             rollout.submit([group(f"g{i}", 5) for i in range(24)])
             seen = []
@@ -112,7 +112,7 @@ def test_many_instances_lose_nothing(name: str) -> None:
     )
     faults = [Loss(time=30.0, instance=0, back=90.0), Loss(time=45.5, instance=4)]
     engine = cluster(lengths, *kinds, faults=faults)
-    fields = settings.get(name, {} if name == "context-aware" else {"groups": 4})
+    fields = settings.get(name, {"groups": 4})
     with Rollout(engine, strategy=make_strategy((STRATEGIES[name], fields))) as rollout:
         rollout.submit([group(f"g{i}", 5, prompt=10) for i in range(30)])
         handed: list[Group] = []

@@ -102,6 +102,8 @@ class SimulatedCluster:
         self.name = name
         self.clock = VirtualClock() if clock is None else clock
         self.affinity, self.spread = affinity, spread
+        self.alarm: float | None = None
+        """`step` goes no further than this time either."""
         self._version = PolicyVersion(version)
         self.instances = [
             Instance(
@@ -181,6 +183,11 @@ class SimulatedCluster:
     def now(self) -> float:
         return self.clock.now()
 
+    @property
+    def slot_seconds(self) -> float:
+        """That samples have held slots, up to when they left them last."""
+        return sum(instance.slot_seconds for instance in self.instances)
+
     def check(self, sample: Sample) -> None:
         """Raises the ValueError with which `add` would refuse this sample: it must fit every kind of instance."""
         if sample.id in self._where:
@@ -211,7 +218,8 @@ class SimulatedCluster:
         """To the next event that says something, to `until`, or until `horizon` output tokens are made."""
         out = StepOutput(self._version, num_output_tokens=self._unreported)
         self._unreported = 0
-        stop = math.inf if until is None else max(until, self.clock.now())
+        stop = min((time for time in (until, self.alarm) if time is not None), default=math.inf)
+        stop = max(stop, self.clock.now())
         target = None if horizon is None else self._made + horizon
         while self.has_work:
             if horizon is not None and out.num_output_tokens >= horizon:

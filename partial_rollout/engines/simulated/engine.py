@@ -81,6 +81,8 @@ class SimulatedEngine:
         """Of these, those at a limit that the caller has not heard of."""
         self._ended: list[SimulatedSequence] = []
         """Of these, those whose turn has ended in the pass in hand."""
+        self.slot_seconds = 0.0
+        """That samples have held slots, up to when they left them."""
         self._new_weights = False
         """Running sequences go on under other weights than those of their last token."""
         self._timing = Timing(self.clock, LinearCost() if cost is None else cost)
@@ -419,7 +421,9 @@ class SimulatedEngine:
 
     def _leave_slot(self, seq: SimulatedSequence, length: int) -> None:
         self.records.end(seq, length)
-        seq.sample.timings.running += self.now() - seq.admitted_at
+        held = self.now() - seq.admitted_at
+        seq.sample.timings.running += held
+        self.slot_seconds += held
 
     def _remove(self, seq: SimulatedSequence, length: int | None = None) -> None:
         """Out of the engine, whether it runs or waits. length: of its output, if a failure cut it."""
