@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from longtail.bench import calibrate_cli, lengths_cli, spec_cli, staleness_cli, store_cli, trace_cli
+from longtail.bench import calibrate_cli, lengths_cli, simulate_cli, spec_cli, staleness_cli, store_cli, trace_cli
 from longtail.bench.machine import quiet_threads
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ bench.command("staleness")(staleness_cli.staleness)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
 calibrate_cli.register(app)
+simulate_cli.register(app)
 console = Console(stderr=True)
 
 
