@@ -290,12 +290,12 @@ def spec_of(plain: Mapping[str, Any], folder: Path = Path(".")) -> ClusterSpec:
     made: dict[str, Any] = {"folder": folder}
     for name, kind in (("batch", Batch), ("seconds", Seconds), ("speculation", Speculation)):
         if name in fields:
-            made[name] = _make(kind, name, fields.pop(name))
+            made[name] = made_of(kind, name, fields.pop(name))
     for name, kind in (("instances", Kind), ("faults", Loss)):
         entries = fields.pop(name, [])
         if not isinstance(entries, list):
             raise ValueError(f"{name} must be tables, each under [[{name}]]")
-        made[name] = tuple(_make(kind, f"{name}[{number}]", entry) for number, entry in enumerate(entries))
+        made[name] = tuple(made_of(kind, f"{name}[{number}]", entry) for number, entry in enumerate(entries))
     known = {field.name for field in dataclasses.fields(ClusterSpec)} - {"folder"}
     if unknown := sorted(set(fields) - known):
         raise ValueError(f"unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}")
@@ -316,7 +316,7 @@ def spec_of(plain: Mapping[str, Any], folder: Path = Path(".")) -> ClusterSpec:
     return spec
 
 
-def _make(kind: Any, name: str, values: Any) -> Any:
+def made_of(kind: Any, name: str, values: Any) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{name} must be a table")
     fields = {field.name: field for field in dataclasses.fields(kind)}

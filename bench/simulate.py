@@ -19,6 +19,7 @@ import dataclasses
 import gc
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from longtail.events import Event, Listener, ignore
 from longtail.partial_rollout.background import VirtualBackground
 from longtail.partial_rollout.engines.simulated import Length, SimulatedCluster
 from longtail.partial_rollout.grading import Grade, GradeRequest
+from longtail.partial_rollout.length_bias import LengthBiasWarning
 from longtail.partial_rollout.rollout import Rollout
 from longtail.partial_rollout.strategies import Strategy
 from longtail.sample import Group, Sample
@@ -73,6 +75,8 @@ class Run:
     training_seconds: float = 0.0
     update_seconds: float = 0.0
     ledger: dict[str, int] = dataclasses.field(default_factory=dict)
+    biased_at: list[int] = dataclasses.field(default_factory=list)
+    """Iterations in which the length-bias meter warned."""
     host_seconds: float = 0.0
     """That the simulation took here."""
 
@@ -131,7 +135,8 @@ def run(
         name, strategy = strategy, strategy_for(strategy, groups=batch.groups, samples=batch.group_size, budget=tokens)
     else:
         name = strategy.name
-    with _quiet_collector():
+    with _quiet_collector(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", LengthBiasWarning)  # the run says it
         made = _Simulation(spec, workload, name, strategy, listener).run(at_once)
     made.host_seconds = time.perf_counter() - started
     return made
@@ -309,6 +314,7 @@ class _Measured:
         run.makespan = self.cluster.now() - self._began
         run.tokens_generated, run.tokens_wasted = ledger.generated, ledger.wasted
         run.ledger = ledger.as_dict()
+        run.biased_at = list(rollout.length_bias.onsets)
         run.tokens_recomputed = run.ledger["recomputed"]
         run.tail_seconds = sum(max(f) - (nearest_rank(f, 90) or 0.0) for f in self._finishes.values())
         if run.tokens_trained:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from longtail.partial_rollout.strategies import STRATEGIES
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -163,7 +165,7 @@ def table(result: Result) -> Table:
     from rich.table import Table
 
     runs = list(result.runs.values())
-    first = runs[0]
+    first, longest = runs[0], max(run.makespan for run in runs)
     shown = Table(title=f"{result.spec.name}, simulated", title_justify="left")
     shown.add_column("strategy")
     for name in ("makespan", f"time / token x {first.strategy}", "whole run", "in the tail", "empty slots"):
@@ -175,10 +177,10 @@ def table(result: Result) -> Table:
         ratio = _ratio(run, first)
         shown.add_row(
             run.strategy,
-            _duration(run.makespan),
+            _duration(run.makespan, longest),
             "" if ratio is None else f"{ratio:.2f}",
             f"{whole:.2f}",
-            _duration(run.tail_seconds),
+            _duration(run.tail_seconds, longest),
             "" if run.bubble_share is None else f"{run.bubble_share:.0%}",
             "" if run.staleness_mean is None else f"{run.staleness_mean:.2f}",
             "" if run.staleness_max is None else str(run.staleness_max),
@@ -201,9 +203,19 @@ def setting(result: Result) -> list[str]:
     if first.steady_seconds_per_1000_tokens is None:
         lines[-1] = lines[-1].replace("of the middle half of the run, without its start and end (whole run: with them)",
                                       "of the whole run (with 8 iterations or more: of its middle half)")
+    if result.spec.seconds.train and any(STRATEGIES[name].keeps_running for name in _names(result)):
+        lines.append(
+            "Strategies that keep samples running train beside them: on accelerators of their own, which are not counted."
+        )
+    if biased := [run.strategy for run in result.runs.values() if run.biased_at]:
+        lines.append(f"Length bias: under {', '.join(biased)} training sees shorter answers than the policy gives.")
     if result.spec.note:
         lines.append(result.spec.note)
     return lines
+
+
+def _names(result: Result) -> list[str]:
+    return [name for name in (spec.partition(":")[0] for spec in result.runs) if name in STRATEGIES]
 
 
 def _host(result: Result) -> float:
@@ -214,7 +226,8 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else ""
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 600:
+def _duration(seconds: float, longest: float) -> str:
+    """In the unit that suits the longest."""
+    if longest < 600:
         return f"{seconds:,.1f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 36_000 else f"{seconds / 3600:,.1f} h"
+    return f"{seconds / 60:,.1f} min" if longest < 36_000 else f"{seconds / 3600:,.1f} h"
