@@ -62,11 +62,14 @@ def validate(folder: Path, progress: Callable[[str], None] = lambda text: None) 
         progress(f"predicting {name}")
         predicted = _predict(df, path, name, names[0], costs, settings[name])
         floor = _floor(df, name, costs)
+        step = dataclasses.replace(costs.step, scale=costs.step.scale * (1.0 + floor))
+        own = _predict(df, path, name, names[0], dataclasses.replace(costs, step=step), settings[name])
         rows.append(
             {
                 "run": name,
                 "seen": name == names[0],
                 "floor": floor,
+                "at its speed": _pair(own["wall_seconds"], measured[name]["wall_seconds"]),
                 **{
                     label: _pair(predicted[key], measured[name][key])
                     for key, label in (*COMPARED, ("tokens_generated", "tokens"))
@@ -189,6 +192,7 @@ def table(summary: dict[str, Any]) -> Table:
         shown.add_column(label, justify="right")
         shown.add_column("error", justify="right")
     shown.add_column("machine", justify="right")
+    shown.add_column("makespan at its speed", justify="right")
     for row in summary["rows"]:
         cells = []
         for _, label in COMPARED:
@@ -201,13 +205,14 @@ def table(summary: dict[str, Any]) -> Table:
                 cells.append(f"{100 * (pair['predicted'] - pair['measured']):+.1f} points" if both else "")
             else:
                 cells.append("" if pair["error"] is None else f"{pair['error']:+.1%}")
-        shown.add_row(row["run"] + ("" if row["seen"] else " (unseen)"), *cells, f"{row['floor']:+.1%}")
+        shown.add_row(row["run"] + ("" if row["seen"] else " (unseen)"), *cells, f"{row['floor']:+.1%}", f"{row['at its speed']['error']:+.1%}")
     return shown
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
     lines = [
         "machine: by how much the passes of this run took longer than the fit to the first run says of the same passes: "
-        "noise of the machine (and of the fit), which no schedule explains.",
+        "noise of the machine (and of the fit), which no schedule explains. at its speed: the error of the makespan when "
+        "the costs are scaled by that; it knows the run's speed, and predicts its schedule.",
     ]
     return lines + [str(line) for line in summary["report"]["findings"]]
