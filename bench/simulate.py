@@ -283,13 +283,12 @@ class _Measured:
         run, end = self.run, self.cluster.now()
         run.iterations += 1
         self._starts.append(start)
-        last = end if rollout.num_started > len(rollout.store.complete()) else start
+        last = end if self.keeps_running else min(max(self.cluster.last_left, start), end)
+        run.generating_seconds += last - start
         version = self.cluster.version
         for group in groups:
             for sample in group.samples:
                 self._sample(sample, version)
-                last = max(last, min(sample.timings.finished or 0.0, end))
-        run.generating_seconds += last - start
         self._groups += len(groups)
         self._handed.append((end, self._groups, run.tokens_trained))
 

@@ -15,6 +15,7 @@ from tests.partial_rollout.store_helpers import finish, grow, make, raw, record,
 
 from longtail import Group, Rollout, Sample, SampleStore, SamplingParams, StoreError, TokenBudget
 from longtail.partial_rollout.ledger import LINES, WASTED, Line
+from longtail.partial_rollout.memory_tables import MemoryTables
 from longtail.partial_rollout.repetition import RepetitionDetector
 
 Where = Path | None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -102,8 +103,8 @@ class SimulatedCluster:
         self.name = name
         self.clock = VirtualClock() if clock is None else clock
         self.affinity, self.spread = affinity, spread
-        self.alarm: float | None = None
-        """`step` goes no further than this time either."""
+        self.alarm: float | None = None  # `step` goes no further than this time either
+        self.last_left = self.clock.now()  # when a sample left its slot last
         self._version = PolicyVersion(version)
         self.instances = [
             Instance(
@@ -118,12 +119,9 @@ class SimulatedCluster:
             for number, kind in enumerate(kinds)
         ]
         self._numbers = {instance.name: number for number, instance in enumerate(self.instances)}
-        first = 0
-        self._kinds: list[Instance] = []
+        firsts = itertools.accumulate((kind.count for kind in instances[:-1]), initial=0)
+        self._kinds = [self.instances[first] for first in firsts]
         """One instance of each kind."""
-        for kind in instances:
-            self._kinds.append(self.instances[first])
-            first += kind.count
         self._slots = [instance.config.slots for instance in self.instances]
         self._where: dict[str, int] = {}
         """Instance of each sample."""
@@ -250,8 +248,7 @@ class SimulatedCluster:
         return self._take(sample_ids, lambda engine, ids: engine.abort(ids, reason=reason))
 
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        """Of all instances at once, each when its pass of the moment is done. Where nothing runs, the caller waits for
-        it."""
+        """Of all instances at once, each when its pass of the moment is done. Where nothing runs, the caller waits."""
         if isinstance(version, bool) or not isinstance(version, int) or version <= self._version:
             raise ValueError(f"version must be an integer above the current {self._version}, not {version!r}")
         for number, instance in enumerate(self.instances):
@@ -259,7 +256,7 @@ class SimulatedCluster:
             instance.update_weights(weights, version)
             self._changed[number] = None
         self._version = PolicyVersion(version)
-        if not self.has_work:
+        if not self._where:
             self.clock.advance_to(max(i.now() for i in self.instances))
 
     def stats(self) -> EngineStats:
@@ -277,8 +274,7 @@ class SimulatedCluster:
         inside = {sample_id: n for n, i in enumerate(self.instances) for sample_id in i.sample_ids()}
         assert inside == self._where
         assert self._free == sum(self._open_slots(n) for n in range(len(self.instances)))
-        planned = {n for _, n, stamp in self._agenda if stamp == self._stamps[n]}
-        assert planned == {n for n, i in enumerate(self.instances) if i.num_sequences or n in self._held}
+        assert {n for _, n, stamp in self._agenda if stamp == self._stamps[n]} == {n for n, i in enumerate(self.instances) if i.num_sequences or n in self._held}
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -404,6 +400,7 @@ class SimulatedCluster:
     def _left(self, number: int, sample_id: str) -> None:
         del self._where[sample_id]
         self._set_load(number, self._load[number] - 1)
+        self.last_left = max(self.last_left, self.instances[number].now())
 
     def _place(self, sample: Sample, limit: int | None) -> None:
         number = self._route(sample)
@@ -467,8 +464,10 @@ class SimulatedCluster:
                 self._left(number, sample.id)
             self._changed[number] = None
             latest = max(latest, instance.now())
+            if (held := self._held.get(number)) is not None:
+                held.at_limit = [s for s in held.at_limit if s.id in self._where]
         if not self._where:  # the caller waits for the passes of the moment
-            self.clock.advance_to(latest)
+            self.clock.advance_to(max([latest, *(self.instances[n].now() for n in self._held)]))
             self._unreported = 0
         return [taken[i] for i in ids if i in taken]
 
