@@ -150,7 +150,7 @@ class MemoryTables:
                 written = row.tokens - row.observed
                 _move(tokens, row.line, written, row.masked, -1)
                 _move(tokens, line, written, row.masked, 1)
-                self._set(self._samples, sample.id, row._replace(line=line))
+                self._set(self._samples, sample.id, _Row(line, *row[1:]))
         del tokens["pending"]
         self.count(tokens)
         return number
@@ -163,7 +163,7 @@ class MemoryTables:
         written = row.tokens - row.observed
         _move(tokens, row.line, written, row.masked, -1)
         _move(tokens, line, written, row.masked, 1)
-        self._set(self._samples, sample_id, row._replace(line=line))
+        self._set(self._samples, sample_id, _Row(line, *row[1:]))
         self.count(tokens)
         return True
 

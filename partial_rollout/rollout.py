@@ -163,8 +163,9 @@ class Rollout:
         self.store.add(groups)
         self._named = number
         for group in groups:
+            now = self.engine.now()
             for sample in group.samples:
-                sample.timings.submitted = self.engine.now()
+                sample.timings.submitted = now
                 self._emit("submit", sample=sample.id, group=group.id, num_tokens=len(sample.prompt_ids))
             self._generation.open(group)
         return groups
@@ -217,17 +218,22 @@ class Rollout:
         generation = self._generation
         leaving = strategy.hand_over(generation.state)
         groups = [group.group for group in leaving]
-        for group in groups:
-            tokens = sum(len(s.output_ids) for s in group.samples)
-            detail = generation.staleness_of(group)
-            self._emit("hand_over", group=group.id, num_seqs=len(group.samples), num_tokens=tokens, detail=detail)
-        total = sum(len(s.output_ids) for g in groups for s in g.samples)
-        self._emit("iteration_end", num_seqs=len(groups), num_tokens=total)
+        if self.listener is not ignore:
+            self._tell_hand_over(groups)
         self.store.hand_over(groups, self.iteration)  # last: whatever raised above, no complete group is lost
         generation.leave(leaving)
         self._measure(groups)
         self.iteration += 1
         return groups
+
+    def _tell_hand_over(self, groups: list[Group]) -> None:
+        total = 0
+        for group in groups:
+            tokens = sum(len(s.output_ids) for s in group.samples)
+            detail = self._generation.staleness_of(group)
+            self._emit("hand_over", group=group.id, num_seqs=len(group.samples), num_tokens=tokens, detail=detail)
+            total += tokens
+        self._emit("iteration_end", num_seqs=len(groups), num_tokens=total)
 
     def _measure(self, groups: list[Group]) -> None:
         trained = [s for g in groups for s in g.samples]
@@ -266,7 +272,8 @@ class Rollout:
             self.store.check_balance()
 
     def _emit(self, kind: EventKind, **fields: Any) -> None:
-        self.listener(Event(kind, self.engine.now(), iteration=self.iteration, **fields))
+        if self.listener is not ignore:
+            self.listener(Event(kind, self.engine.now(), iteration=self.iteration, **fields))
 
 
 class _Turn:

@@ -319,7 +319,8 @@ class SampleStore:
 
     @property
     def commit_due(self) -> bool:
-        return time.monotonic() - self._last_commit >= self.commit_every
+        """Never in memory, which a kill takes anyway: there whoever wants the ledger commits."""
+        return self.directory is not None and time.monotonic() - self._last_commit >= self.commit_every
 
     def count(self, **tokens: int) -> None:
         """Counts for the ledger's `beside`, with _ for -: the next commit that succeeds writes them."""

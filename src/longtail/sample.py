@@ -143,7 +143,10 @@ class Sample:
     @property
     def num_generated(self) -> int:
         """Output tokens that the policy wrote: all but the observations."""
-        return len(self.output_ids) - sum(len(s) for s in self.segments if s.version == OBSERVATION)
+        length = len(self.output_ids)
+        if not self.multi_turn:
+            return length
+        return length - sum(len(s) for s in self.segments if s.version == OBSERVATION)
 
     @property
     def loss_mask(self) -> list[bool]:

@@ -382,7 +382,8 @@ class SimulatedCluster:
     # -- places -------------------------------------------------------------------------------------------------------
 
     def _open_slots(self, number: int) -> int:
-        return max(self._slots[number] - self._load[number], 0) if self._alive[number] else 0
+        free = self._slots[number] - self._load[number]
+        return free if free > 0 and self._alive[number] else 0
 
     def _set_load(self, number: int, load: int) -> None:
         before = self._open_slots(number)

@@ -70,4 +70,5 @@ class Instance(SimulatedEngine):
         """KV tokens that are free, and that nobody who waits here will take at once."""
         if self.config.kv_tokens is None:
             return FOREVER
-        return self.scheduler.num_free - sum(seq.known for seq in self.scheduler.waiting)
+        free = self.scheduler.num_free
+        return free - sum(seq.known for seq in self.scheduler.waiting) if self.scheduler.waiting else free

@@ -42,7 +42,8 @@ class Timing:
         self._stretch = Stretch()
 
     def now(self) -> float:
-        return max(self._at, self.clock.now())
+        at, clock = self._at, self.clock.now()
+        return at if at > clock else clock
 
     def spend(self, seconds: float) -> None:
         self._at = self.now() + seconds
