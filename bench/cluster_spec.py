@@ -117,8 +117,8 @@ class Speculation:
 
 
 class Drafting:
-    """A `StepSeconds`: each token of a decode pass takes its share of a verifying pass; where that is more than the pass
-    without drafts, there are none. An average: the passes themselves stay passes of one token."""
+    """A `StepSeconds`: each token of a decode pass takes its share of a verifying pass; where that is more than the
+    pass without drafts, there are none. An average: the passes themselves stay passes of one token."""
 
     def __init__(self, step: StepSeconds, speculation: Speculation) -> None:
         self.step, self.speculation = step, speculation
@@ -288,10 +288,12 @@ def spec_of(plain: Mapping[str, Any], folder: Path = Path(".")) -> ClusterSpec:
     """Of a file's content. ValueError names the field and the fix."""
     fields = dict(plain)
     made: dict[str, Any] = {"folder": folder}
-    for name, kind in (("batch", Batch), ("seconds", Seconds), ("speculation", Speculation)):
+    tables: dict[str, Any] = {"batch": Batch, "seconds": Seconds, "speculation": Speculation}
+    for name, kind in tables.items():
         if name in fields:
             made[name] = made_of(kind, name, fields.pop(name))
-    for name, kind in (("instances", Kind), ("faults", Loss)):
+    lists: dict[str, Any] = {"instances": Kind, "faults": Loss}
+    for name, kind in lists.items():
         entries = fields.pop(name, [])
         if not isinstance(entries, list):
             raise ValueError(f"{name} must be tables, each under [[{name}]]")

@@ -192,20 +192,20 @@ def table(result: Result) -> Table:
 def setting(result: Result) -> list[str]:
     """What was simulated, and what the columns mean."""
     load, batch, first = result.workload, result.spec.batch, next(iter(result.runs.values()))
+    window = "of the whole run (of its middle half, with 8 iterations or more)"
+    if first.steady_seconds_per_1000_tokens is not None:
+        window = "of the middle half of the run, without its start and end (whole run: with them)"
     lines = [
         f"{load['samples']:,} samples of {load['groups']:,} prompts, output tokens mean {load['mean']:,.0f}, p90 "
         f"{load['p90']:,}, max {load['max']:,} ({load['label']})",
         f"{result.spec.describe()}; {batch.groups} prompts x {batch.group_size} an iteration",
-        f"time / token: of the middle half of the run, without its start and end (whole run: with them). tail: from the "
-        f"90th percentile of finishes to the last, each iteration's. staleness: updates between a token's making and its "
-        f"training, mean and oldest. wasted: tokens thrown away. Simulated in {_host(result):.1f} s.",
+        f"time / token: {window}. tail: from the 90th percentile of finishes to the last, each iteration's. staleness: "
+        "updates between a token's making and its training, mean and oldest. wasted: tokens thrown away. Simulated in "
+        f"{_host(result):.1f} s.",
     ]
-    if first.steady_seconds_per_1000_tokens is None:
-        lines[-1] = lines[-1].replace("of the middle half of the run, without its start and end (whole run: with them)",
-                                      "of the whole run (with 8 iterations or more: of its middle half)")
     if result.spec.seconds.train and any(STRATEGIES[name].keeps_running for name in _names(result)):
         lines.append(
-            "Strategies that keep samples running train beside them: on accelerators of their own, which are not counted."
+            "Strategies that keep samples running train beside them, on accelerators of their own, not counted here."
         )
     if biased := [run.strategy for run in result.runs.values() if run.biased_at]:
         lines.append(f"Length bias: under {', '.join(biased)} training sees shorter answers than the policy gives.")

@@ -180,7 +180,10 @@ def headline(summary: dict[str, Any]) -> str:
         if errors:
             verdict = "within" if max(errors) <= goal else "beyond"
             parts.append(f"{what} {max(errors):.1%} off at most, {verdict} {goal:.0%}")
-    return f"Predicted makespan: {'; '.join(parts)}."
+    noise = max(abs(row["floor"]) for row in summary["rows"])
+    own = max(abs(row["at its speed"]["error"]) for row in summary["rows"])
+    machine = f"The machine's speed changed by up to {noise:.0%} between the runs; at each run's own: {own:.1%} off."
+    return f"Predicted makespan: {'; '.join(parts)}. {machine}"
 
 
 def table(summary: dict[str, Any]) -> Table:
@@ -205,14 +208,15 @@ def table(summary: dict[str, Any]) -> Table:
                 cells.append(f"{100 * (pair['predicted'] - pair['measured']):+.1f} points" if both else "")
             else:
                 cells.append("" if pair["error"] is None else f"{pair['error']:+.1%}")
-        shown.add_row(row["run"] + ("" if row["seen"] else " (unseen)"), *cells, f"{row['floor']:+.1%}", f"{row['at its speed']['error']:+.1%}")
+        own = row["at its speed"]["error"]
+        shown.add_row(row["run"] + ("" if row["seen"] else " (unseen)"), *cells, f"{row['floor']:+.1%}", f"{own:+.1%}")
     return shown
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
     lines = [
-        "machine: by how much the passes of this run took longer than the fit to the first run says of the same passes: "
-        "noise of the machine (and of the fit), which no schedule explains. at its speed: the error of the makespan when "
-        "the costs are scaled by that; it knows the run's speed, and predicts its schedule.",
+        "machine: by how much the passes of this run took longer than the fit to the first run says of the same "
+        "passes: noise of the machine (and of the fit), which no schedule explains. at its speed: the error of the "
+        "makespan when the costs are scaled by that; it knows the run's speed, and predicts its schedule.",
     ]
     return lines + [str(line) for line in summary["report"]["findings"]]

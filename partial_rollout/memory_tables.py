@@ -60,7 +60,8 @@ class MemoryTables:
     @contextlib.contextmanager
     def transaction(self, *, durable: bool) -> Iterator[None]:
         self._check_open()
-        self._undo = undo = []
+        undo: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._undo = undo
         try:
             yield
         except BaseException:
@@ -159,7 +160,7 @@ class MemoryTables:
         row = self._samples.get(sample_id)
         if row is None or row.line == "pending":
             return False
-        tokens = dict.fromkeys(LINES, 0)
+        tokens: dict[str, int] = dict.fromkeys(LINES, 0)
         written = row.tokens - row.observed
         _move(tokens, row.line, written, row.masked, -1)
         _move(tokens, line, written, row.masked, 1)

@@ -142,7 +142,7 @@ GOOD = {
         ({"seconds": {"train": -1.0}}, "seconds: train must be a finite number of at least 0, not -1.0"),
         ({"seconds": {"trains": 1.0}}, "seconds: unknown key trains"),
         ({"speculation": {"acceptance": {}}}, "speculation: acceptance must be a table"),
-        ({"speculation": {"acceptance": {"1": 0.5}}}, "speculation: acceptance.1 must be a finite number of at least 1"),
+        ({"speculation": {"acceptance": {"1": 0.5}}}, "speculation: acceptance.1 must be a finite number"),
         ({"faults": [{"time": 1.0, "instance": 7}]}, r"faults\[0\]: there is no instance 7"),
         ({"kv_on_update": "drop"}, "kv_on_update must be"),
         ({"extra": 1}, "unknown key extra"),
@@ -154,10 +154,10 @@ def test_errors_name_the_field(change: dict[str, object], match: str) -> None:
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give a cluster.toml, or a bundled one: demo, published/april"):
+    with pytest.raises(ValueError, match=r"give a cluster\.toml, or a bundled one: demo, published/april"):
         read_spec("nowhere")
     (tmp_path / "a.toml").write_text("name =")
-    with pytest.raises(ValueError, match="a.toml: not readable as TOML"):
+    with pytest.raises(ValueError, match=r"a\.toml: not readable as TOML"):
         read_spec(tmp_path / "a.toml")
     with pytest.raises(ValueError, match=r"instances\[0\]: .*nothing.json: there is no such file"):
         instances = [{"count": 1, "slots": 1, "accelerator": "H100", "model": "nothing.json"}]

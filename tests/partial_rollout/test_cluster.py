@@ -21,7 +21,6 @@ from longtail.partial_rollout.strategies import STRATEGIES, make_strategy
 from longtail.sample import Group, Sample
 from longtail.sampling_params import SamplingParams
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::longtail.partial_rollout.length_bias.LengthBiasWarning")
 
 

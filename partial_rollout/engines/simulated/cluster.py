@@ -24,48 +24,15 @@ from longtail.errors import LongtailError
 from longtail.events import Listener, ignore
 from longtail.partial_rollout.engine import EngineStats, StepOutput
 from longtail.partial_rollout.engines.simulated.clock import VirtualClock
-from longtail.partial_rollout.engines.simulated.config import SimulatedConfig
-from longtail.partial_rollout.engines.simulated.cost import LinearCost, StepSeconds
+from longtail.partial_rollout.engines.simulated.cluster_config import Instances, Loss
 from longtail.partial_rollout.engines.simulated.instance import Instance
 from longtail.partial_rollout.engines.simulated.script import Lengths, to_max_tokens
 from longtail.partial_rollout.engines.simulated.sequence import SimulatedSnapshot
 from longtail.sample import FinishReason, Sample
-from longtail.sampling_params import check_known_fields
 from longtail.version import PolicyVersion
 
 SPREAD = 32
 """Seer's (arXiv 2511.14617): the load comes before the cache when an instance has so many more samples than another."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Instances:
-    """So many instances that are alike. settings: `SimulatedConfig`."""
-
-    count: int
-    cost: StepSeconds = dataclasses.field(default_factory=LinearCost)
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"count must be an integer of at least 1, not {self.count!r}")
-        check_known_fields(SimulatedConfig, dict(self.settings))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Loss:
-    """An instance is lost, with the KV that it computed: its samples go on elsewhere from their tokens, those of the pass
-    of the moment among them. Saved KV of paused samples is not in its memory and stays good."""
-
-    time: float
-    instance: int
-    back: float | None = None
-    """When it is there again, empty; None: never."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.time) and self.time >= 0):
-            raise ValueError(f"time must be a finite number of seconds of at least 0, not {self.time!r}")
-        if self.back is not None and not (math.isfinite(self.back) and self.back > self.time):
-            raise ValueError(f"back must be after time {self.time}, not {self.back!r}")
 
 
 class SimulatedCluster:
@@ -274,7 +241,8 @@ class SimulatedCluster:
         inside = {sample_id: n for n, i in enumerate(self.instances) for sample_id in i.sample_ids()}
         assert inside == self._where
         assert self._free == sum(self._open_slots(n) for n in range(len(self.instances)))
-        assert {n for _, n, stamp in self._agenda if stamp == self._stamps[n]} == {n for n, i in enumerate(self.instances) if i.num_sequences or n in self._held}
+        planned = {n for _, n, stamp in self._agenda if stamp == self._stamps[n]}
+        assert planned == {n for n, i in enumerate(self.instances) if i.num_sequences or n in self._held}
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
