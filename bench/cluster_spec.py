@@ -220,6 +220,8 @@ class ClusterSpec:
     """Or "keep"."""
     affinity: bool = True
     """Paused samples return to where their KV is."""
+    routing: str = "load"
+    """Or "group": each group is bound to an instance (`SimulatedCluster`)."""
     published: Mapping[str, Any] | None = None
     """A published result to compare with (`simulate_published`)."""
     folder: Path = Path(".")
@@ -310,6 +312,8 @@ def spec_of(plain: Mapping[str, Any], folder: Path = Path(".")) -> ClusterSpec:
         raise ValueError("instances is missing; add [[instances]] with count, slots and cost")
     if made.get("kv_on_update", "recompute") not in ("recompute", "keep"):
         raise ValueError(f'kv_on_update must be "recompute" or "keep", not {made["kv_on_update"]!r}')
+    if made.get("routing", "load") not in ("load", "group"):
+        raise ValueError(f'routing must be "load" or "group", not {made["routing"]!r}')
     spec = ClusterSpec(**made)
     total = sum(kind.count for kind in spec.instances)
     for number, fault in enumerate(spec.faults):

@@ -153,6 +153,7 @@ class _Simulation:
             lengths=self.prompts.length,
             listener=listener,
             affinity=spec.affinity,
+            routing="group" if spec.routing == "group" else "load",
             faults=spec.faults,
         )
         self.measured = _Measured(Run(name), self.cluster, spec.slots, strategy.keeps_running)

@@ -54,7 +54,8 @@ def _system(spec: ClusterSpec, name: str) -> dict[str, Any]:
     workload = parse_workload(
         str(spec.workload), groups=batch.groups * batch.iterations, group_size=batch.group_size
     )
-    base = simulate_run(spec, workload, "sync")
+    routing = (spec.published or {}).get("baseline_routing", spec.routing)
+    base = simulate_run(dataclasses.replace(spec, routing=routing), workload, "sync")
     rows = []
     for row in rows_of(spec):
         own = spec

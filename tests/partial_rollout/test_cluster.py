@@ -185,6 +185,17 @@ def test_saved_kv_is_transferred_only_elsewhere(affinity: bool) -> None:
     assert engine.now() == start + 10 + (0 if affinity else moved)
 
 
+def test_groups_that_are_bound_wait_for_their_instance() -> None:
+    """One slot each; a and c belong to instance 0, b to 1. c waits for a although 1 is free from 2 on."""
+    engine = cluster(
+        {"a/0": 10, "b/0": 2, "c/0": 3}, Instances(count=2, settings={"slots": 1}), routing="group"
+    )
+    with Rollout(engine) as rollout:
+        rollout.submit([group("a"), group("b"), group("c")])
+        assert finish_times(rollout) == {"a/0": 10.0, "b/0": 2.0, "c/0": 13.0}
+        engine.check_integrity()
+
+
 def test_until_and_empty_steps() -> None:
     engine = cluster({"a/0": 50})
     assert engine.step(until=5.0).num_output_tokens == 0 and engine.now() == 0.0

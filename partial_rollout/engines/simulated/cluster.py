@@ -18,7 +18,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from longtail.errors import LongtailError
 from longtail.events import Listener, ignore
@@ -40,7 +40,8 @@ class SimulatedCluster:
 
     affinity: a paused sample goes back to the instance that saved its KV, if that has a free slot and no more than
     `spread` samples more than the least loaded one; else, and if not, it goes to the least loaded one with memory for
-    it, and its KV is transferred (`transfer_seconds`). faults: losses of instances, in virtual time.
+    it, and its KV is transferred (`transfer_seconds`). routing="group": each group is bound to an instance, in turn, and
+    waits for it even if others are free, as where prompts are dealt out before the rollout. faults: losses of instances, in virtual time.
 
     `step` ends with the first event that the caller has to hear of. Between two events the output of running samples
     is as of their instance's last event. horizon: the step ends before so many tokens can be exceeded by more than
@@ -57,6 +58,7 @@ class SimulatedCluster:
         version: int = 0,
         listener: Listener = ignore,
         affinity: bool = True,
+        routing: Literal["load", "group"] = "load",
         spread: int = SPREAD,
         faults: Sequence[Loss] = (),
     ) -> None:
@@ -69,7 +71,11 @@ class SimulatedCluster:
             raise ValueError(f"faults: there is no instance {bad[0]}; they are 0 to {len(kinds) - 1}")
         self.name = name
         self.clock = VirtualClock() if clock is None else clock
-        self.affinity, self.spread = affinity, spread
+        if routing not in ("load", "group"):
+            raise ValueError(f'routing must be "load" or "group", not {routing!r}')
+        self.affinity, self.routing, self.spread = affinity, routing, spread
+        self._bound: dict[str, int] = {}
+        """Instance of each group, where they are bound."""
         self.alarm: float | None = None  # `step` goes no further than this time either
         self.last_left = self.clock.now()  # when a sample left its slot last
         self._version = PolicyVersion(version)
@@ -380,6 +386,10 @@ class SimulatedCluster:
         self._changed[number] = None
 
     def _route(self, sample: Sample) -> int:
+        if self.routing == "group":
+            bound = self._bound.setdefault(sample.group_id, len(self._bound) % len(self.instances))
+            if self._alive[bound]:
+                return bound
         least = self._least_loaded(sample)
         snapshot = sample.snapshot
         if not isinstance(snapshot, SimulatedSnapshot) or not self.affinity:
