@@ -188,9 +188,7 @@ class Kind:
         if self.cost is not None:
             return read_cost(folder / self.cost), self.kv_tokens
         model = folder / self.model if isinstance(self.model, str) else self.model
-        fields: dict[str, Any] = {
-            name: getattr(self, name) for name in ("tensor_parallel", "dtype", "kv_dtype")
-        }
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("tensor_parallel", "dtype", "kv_dtype")}
         costs = analytic(
             str(self.accelerator),
             model,

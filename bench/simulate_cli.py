@@ -146,9 +146,7 @@ def headline(result: Result) -> str:
     if ratios[best] > 0.98:
         return f"{begin}; none of the others makes a trained token cheaper by more than 2 %."
     run = result.runs[best]
-    age = (
-        "all tokens on-policy" if not run.staleness_max else f"tokens {run.staleness_mean:.1f} updates old on average"
-    )
+    age = "all tokens on-policy" if not run.staleness_max else f"tokens {run.staleness_mean:.1f} updates old on average"
     return f"{begin}; {best} needs {1 - ratios[best]:.0%} less time for a trained token, with {age}."
 
 

@@ -51,9 +51,7 @@ def rows_of(spec: ClusterSpec) -> list[dict[str, Any]]:
 
 def _system(spec: ClusterSpec, name: str) -> dict[str, Any]:
     batch = spec.batch
-    workload = parse_workload(
-        str(spec.workload), groups=batch.groups * batch.iterations, group_size=batch.group_size
-    )
+    workload = parse_workload(str(spec.workload), groups=batch.groups * batch.iterations, group_size=batch.group_size)
     routing = (spec.published or {}).get("baseline_routing", spec.routing)
     base = simulate_run(dataclasses.replace(spec, routing=routing), workload, "sync")
     rows = []
@@ -115,9 +113,7 @@ def table(summary: dict[str, Any]) -> Table:
         for row in system["rows"]:
             published = "-" if row["published"] is None else f"{row['published']:.2f}"
             less = 1.0 - row["tail"] / system["base"]["tail"] if system["base"]["tail"] else 0.0
-            shown.add_row(
-                f"  {row['what']}", published, f"{row['simulated']:.2f}", f"{-less:+.0%}", "", row["lacks"]
-            )
+            shown.add_row(f"  {row['what']}", published, f"{row['simulated']:.2f}", f"{-less:+.0%}", "", row["lacks"])
     return shown
 
 

@@ -187,9 +187,7 @@ def test_saved_kv_is_transferred_only_elsewhere(affinity: bool) -> None:
 
 def test_groups_that_are_bound_wait_for_their_instance() -> None:
     """One slot each; a and c belong to instance 0, b to 1. c waits for a although 1 is free from 2 on."""
-    engine = cluster(
-        {"a/0": 10, "b/0": 2, "c/0": 3}, Instances(count=2, settings={"slots": 1}), routing="group"
-    )
+    engine = cluster({"a/0": 10, "b/0": 2, "c/0": 3}, Instances(count=2, settings={"slots": 1}), routing="group")
     with Rollout(engine) as rollout:
         rollout.submit([group("a"), group("b"), group("c")])
         assert finish_times(rollout) == {"a/0": 10.0, "b/0": 2.0, "c/0": 13.0}

@@ -40,8 +40,9 @@ class SimulatedCluster:
 
     affinity: a paused sample goes back to the instance that saved its KV, if that has a free slot and no more than
     `spread` samples more than the least loaded one; else, and if not, it goes to the least loaded one with memory for
-    it, and its KV is transferred (`transfer_seconds`). routing="group": each group is bound to an instance, in turn, and
-    waits for it even if others are free, as where prompts are dealt out before the rollout. faults: losses of instances, in virtual time.
+    it, and its KV is transferred (`transfer_seconds`). routing="group": each group is bound to an instance, in turn,
+    and waits for it even if others are free, as where prompts are dealt out before the rollout. faults: losses of
+    instances, in virtual time.
 
     `step` ends with the first event that the caller has to hear of. Between two events the output of running samples
     is as of their instance's last event. horizon: the step ends before so many tokens can be exceeded by more than
@@ -183,9 +184,7 @@ class SimulatedCluster:
         self.instances[number].set_limit(sample_id, limit)
         self._changed[number] = None
 
-    def step(
-        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False
-    ) -> StepOutput:
+    def step(self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False) -> StepOutput:
         """To the next event that says something, to `until`, or until `horizon` output tokens are made."""
         out = StepOutput(self._version, num_output_tokens=self._unreported)
         self._unreported = 0
