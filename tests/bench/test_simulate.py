@@ -165,8 +165,21 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    short = "lognormal(median=50, sigma=1.0, cap=500)"
-    arguments = ["simulate", "--workload", short, "--strategies", "sync,over-issue", "--json", "--iterations", "2"]
+    short, demo = "lognormal(median=50, sigma=1.0, cap=500)", (CONFIGS / "demo.toml").read_text()
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(demo.replace("grade = 0.2\n", "").replace('"models/', f'"{CONFIGS}/models/'))
+    arguments = [
+        "simulate",
+        "--cluster",
+        str(cluster),
+        "--workload",
+        short,
+        "--strategies",
+        "sync,over-issue",
+        "--json",
+        "--iterations",
+        "2",
+    ]
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout.strip().splitlines()[-1])
