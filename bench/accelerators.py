@@ -23,8 +23,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from longtail.bench.cost_model import CostModel, Transfer, total_context
+from longtail.bench.cost_model import CostModel, Transfer
 from longtail.bench.model_shape import BYTES, ModelShape, read_shape
+from longtail.partial_rollout.engines.simulated.cost import total_context
 
 NODE = 8
 """Accelerators that the links of a DGX or HGX node join."""

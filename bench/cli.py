@@ -17,6 +17,7 @@ from longtail.bench import (
     lengths_cli,
     report_cli,
     scheduling_cli,
+    simulate_cli,
     spec_cli,
     staleness_cli,
     store_cli,
@@ -43,6 +44,7 @@ app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
 calibrate_cli.register(app)
 report_cli.register(app)
+simulate_cli.register(app)
 console = Console(stderr=True)
 
 

@@ -23,30 +23,14 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from longtail.partial_rollout.engines.simulated.cost import total_context
+
 FORMAT = "longtail-cost"
 VERSION = 1
-
-
-class StepSeconds(Protocol):
-    """What the simulated engine asks of a cost model. All costs are finite and at least 0."""
-
-    def seconds(self, num_seqs: int, query_tokens: int, context_tokens: int) -> float:
-        """Of one pass. num_seqs: sequences in it; query_tokens: rows, at least one a sequence; context_tokens: KV
-        tokens that it reads, over all sequences, those that it makes itself among them."""
-        ...
-
-    def decode_seconds(self, num_seqs: int, context_tokens: int, num_passes: int) -> float:
-        """Of a run of decode passes, exactly: pass i (from 0) reads context_tokens + i x num_seqs tokens of KV."""
-        ...
-
-
-def total_context(num_seqs: int, context_tokens: int, num_passes: int) -> int:
-    """KV tokens that a run of decode passes reads."""
-    return num_passes * context_tokens + num_seqs * (num_passes * (num_passes - 1) // 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

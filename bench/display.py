@@ -103,7 +103,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 def _rows(summary: dict[str, Any]) -> Table:
     table = Table(
-        title="Same prompts, same seeds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+        title="Same prompts, same seeds",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     table.add_column("", no_wrap=True)
     for label, _, _ in _COLUMNS:

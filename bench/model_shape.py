@@ -97,7 +97,7 @@ def read_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: not a model's config.json, which is a table of keys")
     try:
-        return _shape(config, path.parent.name or str(config.get("model_type", "model")))
+        return _shape(config, path.parent.name if path.name == "config.json" else path.stem)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

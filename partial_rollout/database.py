@@ -7,7 +7,7 @@
     deliveries                           one row for each hand-over
     ledger                               running totals, kept beside the rows that they must equal
 
-A store in memory has the same tables, for names and counts only: the groups themselves hold the rest.
+A store in memory has `memory_tables.MemoryTables` in its place.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from longtail.errors import LongtailError
-from longtail.events import Event, EventKind, Listener
+from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engine import Engine
 from longtail.partial_rollout.environment import Turn
 from longtail.partial_rollout.grading import Grade
@@ -428,6 +428,8 @@ class Generation(Slots):
         assert held <= known, held - known
 
     def _emit(self, kind: EventKind, sample: Sample | None = None, **fields: Any) -> None:
+        if self.listener is ignore:
+            return
         if sample is not None:
             fields |= {"sample": sample.id, "group": sample.group_id}
         fields.setdefault("time", self.engine.now())

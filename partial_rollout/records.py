@@ -193,11 +193,17 @@ def copied(sample: Sample) -> Sample:
     """With lists, segments and timings of its own."""
     sample.output_ids  # noqa: B018  (unpacks a stored one)
     one = copy.copy(sample)
-    one.output_ids, one.logprobs, one.versions = [*sample.output_ids], [*sample.logprobs], [*sample.versions]
+    one.output_ids, one.logprobs, one.versions = map(_own, (sample.output_ids, sample.logprobs, sample.versions))
     one.segments = [dataclasses.replace(segment) for segment in sample.segments]
     one.timings = dataclasses.replace(sample.timings)
     one.routed_experts = copy.deepcopy(sample.routed_experts)
     return one
+
+
+def _own(column: Any) -> Any:
+    """A list of the same; of a simulated sample, rules to compute it from."""
+    frozen = getattr(column, "frozen", None)
+    return [*column] if frozen is None else frozen()
 
 
 def checksum_of(values: Sequence[Any]) -> int:

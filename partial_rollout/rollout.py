@@ -174,8 +174,9 @@ class Rollout:
         self.store.add(groups)
         self._named = number
         for group in groups:
+            now = self.engine.now()
             for sample in group.samples:
-                sample.timings.submitted = self.engine.now()
+                sample.timings.submitted = now
             self._generation.open(group)
         for group in groups:
             for sample in group.samples:
@@ -252,12 +253,8 @@ class Rollout:
         generation = self._generation
         leaving = generation.leaving()
         groups = [group.group for group in leaving]
-        for group in groups:
-            tokens = sum(len(s.output_ids) for s in group.samples)
-            detail = generation.staleness_of(group)
-            self._emit("hand_over", group=group.id, num_seqs=len(group.samples), num_tokens=tokens, detail=detail)
-        total = sum(len(s.output_ids) for g in groups for s in g.samples)
-        self._emit("iteration_end", num_seqs=len(groups), num_tokens=total)
+        if self.listener is not ignore:
+            self._tell_hand_over(groups)
         self.store.hand_over(groups, self.iteration)  # last: whatever raised above, no complete group is lost
         generation.leave(leaving)
         self.iteration += 1
@@ -266,6 +263,15 @@ class Rollout:
         except LengthBiasWarning as warning:  # by the caller's filter an error: the next collect raises it
             self._warning = warning
         return groups
+
+    def _tell_hand_over(self, groups: list[Group]) -> None:
+        total = 0
+        for group in groups:
+            tokens = sum(len(s.output_ids) for s in group.samples)
+            detail = self._generation.staleness_of(group)
+            self._emit("hand_over", group=group.id, num_seqs=len(group.samples), num_tokens=tokens, detail=detail)
+            total += tokens
+        self._emit("iteration_end", num_seqs=len(groups), num_tokens=total)
 
     def _measure(self, groups: list[Group]) -> None:
         trained = [s for g in groups for s in g.samples]
@@ -292,6 +298,19 @@ class Rollout:
             self._stop_after_error()
             raise
 
+    def work(self) -> bool:
+        """Generates between `collect`s, one step: what `background=True` does in a thread, for callers with a loop (or
+        a virtual clock) of their own. For strategies that keep samples running. -> False if there is nothing to do."""
+        if not self.strategy.keeps_running:
+            raise ValueError(f"work: {self.strategy.name} pauses everything between collects")
+        with self.turn:
+            return self._work()
+
+    @property
+    def num_started(self) -> int:
+        """Groups that are not handed over and of which at least one sample was ever admitted."""
+        return self._generation.state.num_started
+
     def check_integrity(self) -> None:
         """AssertionError if samples, groups, store and ledger do not add up. Call between steps."""
         with self.turn:
@@ -299,4 +318,5 @@ class Rollout:
             self.store.check_balance()
 
     def _emit(self, kind: EventKind, **fields: Any) -> None:
-        self.listener(Event(kind, self.engine.now(), iteration=self.iteration, **fields))
+        if self.listener is not ignore:
+            self.listener(Event(kind, self.engine.now(), iteration=self.iteration, **fields))

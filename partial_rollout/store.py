@@ -18,12 +18,13 @@ import contextlib
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longtail.errors import StoreError
 from longtail.partial_rollout.database import Database, Delivery
 from longtail.partial_rollout.ledger import BESIDE, CUT, LINES, WASTED, Beside, CutLine, Ledger, Line, line_of
-from longtail.partial_rollout.records import copied
+from longtail.partial_rollout.memory_tables import MemoryTables
+from longtail.partial_rollout.records import Damage, copied
 from longtail.partial_rollout.saved_kv import FOLDER, SavedKV, record_of
 from longtail.partial_rollout.sqlite_file import named
 from longtail.sample import Group, Sample
@@ -47,16 +48,23 @@ class SampleStore:
             raise ValueError(f"commit_every must be at least 0 seconds, not {commit_every}")
         self.directory = None if directory is None else Path(directory)
         self.commit_every = commit_every
-        self._database = database = Database(self.directory)
-        try:
-            groups, damages = database.open_groups()
-            if damages:
-                with database.transaction(durable=True):
-                    database.write_off(damages)
-            self._saved_kv = None if self.directory is None else self._open_kv(self.directory)
-        except BaseException:
-            database.close()
-            raise
+        self._database: Any
+        groups: list[Group] = []
+        damages: list[Damage] = []
+        self._saved_kv: SavedKV | None = None
+        if self.directory is None:
+            self._database = MemoryTables()
+        else:
+            self._database = database = Database(self.directory)
+            try:
+                groups, damages = database.open_groups()
+                if damages:
+                    with database.transaction(durable=True):
+                        database.write_off(damages)
+                self._saved_kv = self._open_kv(self.directory)
+            except BaseException:
+                database.close()
+                raise
         self._groups = {group.id: group for group in groups}
         self._watched: dict[str, Sample] = {}
         """Samples that an engine may be changing, or has changed since the last commit."""
@@ -311,7 +319,8 @@ class SampleStore:
 
     @property
     def commit_due(self) -> bool:
-        return time.monotonic() - self._last_commit >= self.commit_every
+        """Never in memory, which a kill takes anyway: there whoever wants the ledger commits."""
+        return self.directory is not None and time.monotonic() - self._last_commit >= self.commit_every
 
     def count(self, **tokens: int) -> None:
         """Counts for the ledger's `beside`, with _ for -: the next commit that succeeds writes them."""

@@ -109,10 +109,9 @@ class Sample:
         self.prompt_ids = tuple(self.prompt_ids)
         if not self.prompt_ids:
             raise ValueError("prompt_ids is empty; a sample needs at least one prompt token (for example BOS)")
-        for name, ids in (("prompt_ids", self.prompt_ids), ("output_ids", self.output_ids)):
-            for token in ids:
-                if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                    raise ValueError(f"{name} must be non-negative integers, not {token!r}")
+        _check_ids("prompt_ids", self.prompt_ids)
+        if self.output_ids:
+            _check_ids("output_ids", self.output_ids)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be an integer of 64 bits (0 to 2**64 - 1), not {self.seed!r}")
         if not len(self.output_ids) == len(self.logprobs) == len(self.versions):
@@ -144,7 +143,10 @@ class Sample:
     @property
     def num_generated(self) -> int:
         """Output tokens that the policy wrote: all but the observations."""
-        return len(self.output_ids) - sum(len(s) for s in self.segments if s.version == OBSERVATION)
+        length = len(self.output_ids)
+        if not self.multi_turn:
+            return length
+        return length - sum(len(s) for s in self.segments if s.version == OBSERVATION)
 
     @property
     def num_unread(self) -> int:
@@ -256,6 +258,22 @@ class Sample:
             assert self.multi_turn and self.versions and self.versions[-1] != OBSERVATION, self.id
         if self.routed_experts is not None:
             assert len(self.routed_experts) < self.num_tokens, (self.id, len(self.routed_experts))
+
+
+_checked: tuple[int, ...] = ()
+"""The prompt that was checked last: siblings share it."""
+
+
+def _check_ids(name: str, ids: Sequence[int]) -> None:
+    global _checked
+    if ids is _checked:
+        return
+    if set(map(type, ids)) != {int} or min(ids) < 0:  # the quick way; a subclass of int is for the slow one
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ValueError(f"{name} must be non-negative integers, not {token!r}")
+    if isinstance(ids, tuple):
+        _checked = ids
 
 
 @dataclasses.dataclass(slots=True)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.bench.cost_model import CostModel, StepModel, Transfer, features, read_cost, total_context
+from longtail.bench.cost_model import CostModel, StepModel, Transfer, features, read_cost
+from longtail.partial_rollout.engines.simulated.cost import total_context
 
 HAND = StepModel(
     base=10.0,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from longtail.partial_rollout.engines.simulated.clock import VirtualClock
+from longtail.partial_rollout.engines.simulated.cluster import SimulatedCluster
+from longtail.partial_rollout.engines.simulated.cluster_config import Instances, Loss
 from longtail.partial_rollout.engines.simulated.config import SimulatedConfig
 from longtail.partial_rollout.engines.simulated.cost import LinearCost, StepSeconds, TableCost
 from longtail.partial_rollout.engines.simulated.engine import SimulatedEngine
@@ -11,8 +13,11 @@ from longtail.partial_rollout.engines.simulated.script import Length, log_normal
 
 __all__ = [
     "Faults",
+    "Instances",
     "Length",
     "LinearCost",
+    "Loss",
+    "SimulatedCluster",
     "SimulatedConfig",
     "SimulatedEngine",
     "StepSeconds",

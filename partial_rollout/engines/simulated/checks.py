@@ -21,8 +21,9 @@ def check_sample(sample: Sample, lengths: Lengths, config: SimulatedConfig, vers
             f"{who}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len {config.max_model_len} leaves "
             "no room for output; shorten the prompt or raise max_model_len"
         )
-    last = sample.segments[-1].version if sample.segments else 0
-    newest = max((s.version for s in sample.segments), default=0)
+    last = newest = 0
+    if sample.segments:
+        last, newest = sample.segments[-1].version, max(s.version for s in sample.segments)
     if newest > version:
         raise ValueError(
             f"{who} has tokens of version {newest}, newer than the engine's {version}; "

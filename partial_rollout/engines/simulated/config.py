@@ -32,6 +32,8 @@ class SimulatedConfig:
     """Of saving the KV of a token,"""
     restore_seconds: float = 0.0
     """and of bringing it back. No pass runs meanwhile."""
+    transfer_seconds: float = 0.0
+    """Of a token that another engine saved, besides."""
     bytes_per_token: int = 0
     """Of saved KV, for what counts the bytes of snapshots."""
     vocab_size: int = 32_000
@@ -51,7 +53,7 @@ class SimulatedConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
-        for name in ("update_seconds", "save_seconds", "restore_seconds"):
+        for name in ("update_seconds", "save_seconds", "restore_seconds", "transfer_seconds"):
             check_seconds(name, getattr(self, name))
         size = self.bytes_per_token
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:

@@ -9,26 +9,25 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 
-class StepSeconds:
-    """A cost model is a subclass with `seconds`; one that is to be quick gives `decode_seconds` in closed form.
-
-    All costs are finite and at least 0.
-    """
+class StepSeconds(Protocol):
+    """A cost model. All costs are finite and at least 0."""
 
     def seconds(self, num_seqs: int, query_tokens: int, context_tokens: int) -> float:
         """Of one pass. num_seqs: sequences in it; query_tokens: rows, at least one a sequence; context_tokens: KV
         tokens that it reads, over all sequences, those that it makes itself among them."""
-        raise NotImplementedError
+        ...
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, num_passes: int) -> float:
-        """Of a run of decode passes. context_tokens: of its first."""
+        """Of a run of decode passes: pass i (from 0) reads context_tokens + i x num_seqs tokens of KV. Subclasses
+        inherit the sum over the passes; one that is to be quick gives a closed form."""
         each = (self.seconds(num_seqs, num_seqs, context_tokens + i * num_seqs) for i in range(num_passes))
         return math.fsum(each)
 
 
-class LinearCost(StepSeconds):
+class LinearCost:
     """base + per_seq x sequences + per_token x rows + per_context x KV tokens, in seconds. As it stands, every pass
     takes a second."""
 
@@ -53,7 +52,7 @@ class LinearCost(StepSeconds):
         return num_passes * rows + self.per_context * total_context(num_seqs, context_tokens, num_passes)
 
 
-class TableCost(StepSeconds):
+class TableCost:
     """Measured seconds of a decode pass by its number of sequences, linear in between; beyond the last entry as
     between the last two, and below the first as the first.
 

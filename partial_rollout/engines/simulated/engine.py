@@ -81,6 +81,8 @@ class SimulatedEngine:
         """Of these, those at a limit that the caller has not heard of."""
         self._ended: list[SimulatedSequence] = []
         """Of these, those whose turn has ended in the pass in hand."""
+        self.slot_seconds = 0.0
+        """That samples have held slots, up to when they left them."""
         self._new_weights = False
         """Running sequences go on under other weights than those of their last token."""
         self._timing = Timing(self.clock, LinearCost() if cost is None else cost)
@@ -254,31 +256,38 @@ class SimulatedEngine:
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def _run(self, out: StepOutput, horizon: int | None, until: float | None) -> None:
+    def _finish_used_up(self, out: StepOutput) -> None:
         for seq in list(self._used_up.values()):
             self._finish(seq, "length")
             out.finished.append(seq.sample)
+
+    def _run(self, out: StepOutput, horizon: int | None, until: float | None) -> None:
+        self._finish_used_up(out)
         if self._at_limit:  # an earlier step made them, and raised: one pass, and the caller hears of it
             until = self.now()
         while self._sequences and not out.finished:
-            if self._new_weights:
-                self._new_weights = False
-                for seq in self.scheduler.running.values():
-                    if seq.decoding:
-                        self.records.begin(seq, seq.num_output_tokens, self._version)
-            most = self.scheduler.num_alike()
-            if most:
-                if horizon is not None:
-                    most = min(most, max(1, -(-(horizon - out.num_output_tokens) // len(self.scheduler.running))))
-                self._decode(most, until, out)
-            else:
-                self._mixed(out)
+            self._turn(out, horizon, until)
             if out.turns or self._at_limit:
                 return
             if horizon is not None and out.num_output_tokens >= horizon:
                 return
             if until is not None and self.now() >= until:
                 return
+
+    def _turn(self, out: StepOutput, horizon: int | None, until: float | None) -> None:
+        """A run of passes that are alike, or one pass that is not."""
+        if self._new_weights:
+            self._new_weights = False
+            for seq in self.scheduler.running.values():
+                if seq.decoding:
+                    self.records.begin(seq, seq.num_output_tokens, self._version)
+        most = self.scheduler.num_alike()
+        if most:
+            if horizon is not None:
+                most = min(most, max(1, -(-(horizon - out.num_output_tokens) // len(self.scheduler.running))))
+            self._decode(most, until, out)
+        else:
+            self._mixed(out)
 
     def _decode(self, most: int, until: float | None, out: StepOutput) -> None:
         """Passes that are alike: `most` of them, or as many as get to `until`."""
@@ -383,7 +392,9 @@ class SimulatedEngine:
         if seq.kv in ("restored", "kept") or seq.refused is not None:
             detail = "" if seq.refused is None else f"refused: {seq.refused}"
             start = self.now()
-            self._timing.spend(self.config.restore_seconds * seq.num_restored_tokens)
+            moved = sample.snapshot is not None and getattr(sample.snapshot, "engine", self.name) != self.name
+            each = self.config.restore_seconds + (self.config.transfer_seconds if moved else 0.0)
+            self._timing.spend(each * seq.num_restored_tokens)
             self._journal.emit("restore", sample, start, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
         if seq.num_output_tokens:
@@ -411,11 +422,13 @@ class SimulatedEngine:
         start, n = self.now(), seq.num_computed_tokens
         self._timing.spend(self.config.save_seconds * n)
         self._journal.emit("save", seq.sample, start, num_tokens=n)
-        return SimulatedSnapshot(n, seq.kv_version, n * self.config.bytes_per_token) if n else None
+        return SimulatedSnapshot(n, seq.kv_version, n * self.config.bytes_per_token, self.name) if n else None
 
     def _leave_slot(self, seq: SimulatedSequence, length: int) -> None:
         self.records.end(seq, length)
-        seq.sample.timings.running += self.now() - seq.admitted_at
+        held = self.now() - seq.admitted_at
+        seq.sample.timings.running += held
+        self.slot_seconds += held
 
     def _remove(self, seq: SimulatedSequence, length: int | None = None) -> None:
         """Out of the engine, whether it runs or waits. length: of its output, if a failure cut it."""

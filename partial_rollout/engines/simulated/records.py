@@ -6,6 +6,7 @@ to compute them from, and cost the same whatever the length.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
@@ -156,6 +157,12 @@ class Column(Sequence[T], Generic[T]):
 
     def __add__(self, other: Sequence[T]) -> list[T]:
         return [*self, *other]
+
+    def frozen(self) -> Column[T]:
+        """As it stands, for good."""
+        twin = copy.copy(self)
+        twin.size, twin.grows_with = len(self), None
+        return twin
 
     def append(self, value: T) -> None:
         self.extend([value])

@@ -93,10 +93,16 @@ class Scheduler:
         last of these at the earliest. 0: the next pass is to be scheduled."""
         if self.prefilling or not self.running:
             return 0
-        if self.waiting and len(self.running) < self.slots and not self._blocked:
+        n = len(self.running)
+        if self.waiting and n < self.slots and not self._blocked:
             return 0
         self._skip_stale()
-        return min(self._agenda[0][0] - self.passes.count, self.num_free // len(self.running))
+        alike = self._agenda[0][0] - self.passes.count
+        memory = self.memory
+        if memory.capacity is None:
+            return alike
+        used = self._known + n * (self.passes.count - 1) - memory.saved  # as `num_used`: all are decoding
+        return min(alike, (memory.capacity - used) // n)
 
     def due(self) -> list[SimulatedSequence]:
         """Decoding sequences to which something happens in the pass just made, in order of admission."""

@@ -113,10 +113,11 @@ def ending_of(sample: Sample, length: Length, max_model_len: int | None) -> Endi
 
 def cap_of(sample: Sample, max_model_len: int | None) -> int | None:
     """Most output tokens that it may have."""
-    caps = [] if sample.params.max_tokens is None else [sample.params.max_tokens]
-    if max_model_len is not None:
-        caps.append(max_model_len - len(sample.prompt_ids))
-    return min(caps, default=None)
+    cap = sample.params.max_tokens
+    if max_model_len is None:
+        return cap
+    room = max_model_len - len(sample.prompt_ids)
+    return room if cap is None else min(cap, room)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ class SimulatedSnapshot:
     num_tokens: int
     version: PolicyVersion
     nbytes: int = 0
+    engine: str = ""
+    """That saved it."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -42,10 +42,21 @@ class Timing:
         self._stretch = Stretch()
 
     def now(self) -> float:
-        return max(self._at, self.clock.now())
+        at, clock = self._at, self.clock.now()
+        return at if at > clock else clock
 
     def spend(self, seconds: float) -> None:
         self._at = self.now() + seconds
+
+    def wait_until(self, time: float) -> None:
+        self._at = max(self._at, time)
+
+    def end_of(self, num_seqs: int, context_tokens: int, passes: int, count: int) -> float:
+        """Where `decode` of so many passes would end."""
+        start, stretch = self.now(), self._stretch
+        if not stretch.goes_on(num_seqs, context_tokens, passes, start):
+            return start + self.cost.decode_seconds(num_seqs, context_tokens, count)
+        return stretch.start + self.cost.decode_seconds(num_seqs, stretch.context, passes - stretch.passes + count)
 
     def mixed(self, num_seqs: int, query_tokens: int, context_tokens: int) -> tuple[float, float]:
         """One pass. -> its start and end."""

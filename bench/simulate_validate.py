@@ -1,0 +1,222 @@
+"""How far off the simulator is: a bench's own runs, predicted.
+
+    longtail bench --out RUN --strategies "sync;token-budget;over-issue"
+    longtail simulate --validate RUN
+
+The costs are fitted to one run of the trace (the baseline, with whatever the machine did in it), the lengths are those
+that the samples got (every strategy makes the same samples), and each run is then simulated with its own settings. What
+is printed is predicted against measured, for the calibrated strategy and for those that the fit has not seen, from the
+same function (`analysis.summary`) on both traces.
+
+A real run is one draw of a shared machine: `floor` says how far the machine itself is from being constant, as the share
+by which the pass times of the other runs differ in total from what the fit to the first says of the very same passes.
+A prediction cannot be closer than that but by luck.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from longtail.bench import analysis
+from longtail.bench.cluster_spec import BATCHED, Batch, ClusterSpec, Seconds
+from longtail.bench.cost_fit import fit, steps_of
+from longtail.bench.simulate import run
+from longtail.bench.trace import TraceWriter, read_trace
+from longtail.bench.workload_files import read_workload
+from longtail.partial_rollout.engines.simulated import Instances
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.table import Table
+
+    from longtail.bench.cost_model import CostModel
+
+COMPARED = (("wall_seconds", "makespan"), ("tail_seconds", "tail"), ("bubble_share", "empty slots"))
+SEEN, UNSEEN = 0.05, 0.10
+"""What is hoped for, of the makespan."""
+
+
+def validate(folder: Path, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """folder: of a `longtail bench --out`. JSON-ready. ValueError or TraceError names the fix."""
+    folder = Path(folder)
+    path = folder / "trace.parquet" if folder.is_dir() else folder
+    df = read_trace(path)
+    measured = analysis.summary(df)
+    names = list(measured)
+    settings = {name: _settings(df, name) for name in names}
+    for name, own in settings.items():
+        if not measured[name]["complete"]:
+            raise ValueError(f"{path}: run {name} was cut off; validate on a bench that ended")
+        if own.get("drafter"):
+            raise ValueError(f"{path}: run {name} drafts ({own['drafter']}); validate on a bench without --drafter")
+    progress(f"fitting to {names[0]}")
+    costs = fit(df, runs=[names[0]])
+    rows = []
+    for name in names:
+        progress(f"predicting {name}")
+        predicted = _predict(df, path, name, names[0], costs, settings[name])
+        floor = _floor(df, name, costs)
+        step = dataclasses.replace(costs.step, scale=costs.step.scale * (1.0 + floor))
+        own = _predict(df, path, name, names[0], dataclasses.replace(costs, step=step), settings[name])
+        rows.append(
+            {
+                "run": name,
+                "seen": name == names[0],
+                "floor": floor,
+                "at its speed": _pair(own["wall_seconds"], measured[name]["wall_seconds"]),
+                **{
+                    label: _pair(predicted[key], measured[name][key])
+                    for key, label in (*COMPARED, ("tokens_generated", "tokens"))
+                },
+            }
+        )
+    return {"trace": str(path), "calibrated_on": names[0], "report": costs.report, "rows": rows}
+
+
+def _settings(df: pd.DataFrame, name: str) -> dict[str, Any]:
+    started = df[(df["run"] == name) & (df["kind"] == "run_start")]
+    if not len(started):
+        raise ValueError(f"run {name} does not say its settings; validate on the trace of a `longtail bench`")
+    settings: dict[str, Any] = json.loads(started["detail"].iloc[0] or "{}")
+    for key in ("slots", "prompts_per_iteration", "group_size", "iterations"):
+        if key not in settings:
+            raise ValueError(f"run {name}: its settings lack {key}; validate on the trace of a `longtail bench`")
+    return settings
+
+
+def _predict(
+    df: pd.DataFrame, path: Path, name: str, first: str, costs: CostModel, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """`analysis.summary` of the simulated run."""
+    workload = read_workload(path, run=first)
+    spec = _Fitted(
+        name="validation",
+        batch=Batch(
+            groups=settings["prompts_per_iteration"],
+            group_size=settings["group_size"],
+            iterations=settings["iterations"],
+        ),
+        instances=(),
+        seconds=Seconds(
+            update=costs.update or 0.0, grade=_grade_seconds(df, first), graders=1, **_kv_seconds(df, first)
+        ),
+        costs=costs,
+        own_slots=settings["slots"],
+    )
+    trace = TraceWriter()
+    run(spec, workload, name, trace.listener(name), budget=settings.get("token_budget"), at_once=True)
+    return analysis.summary(trace.frame())[name]
+
+
+def _kv_seconds(df: pd.DataFrame, name: str) -> dict[str, float]:
+    """Seconds a token of saving and restoring, over the whole run: their sums are what a makespan holds."""
+    result = {}
+    for kind in ("save", "restore"):
+        events = df[(df["run"] == name) & (df["kind"] == kind)]
+        if not len(events):
+            events = df[df["kind"] == kind]
+        tokens = float(events["num_tokens"].sum())
+        result[kind] = float(events["duration"].sum()) / tokens if tokens else 0.0
+    return result
+
+
+def _grade_seconds(df: pd.DataFrame, name: str) -> float:
+    """Of the time with nothing to do but wait for graders, a sample's share."""
+    own = df[df["run"] == name]
+    graded = int((own["kind"] == "grade").sum())
+    waited = float(own.loc[own["kind"] == "wait", "duration"].sum())
+    return waited / graded if graded else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Fitted(ClusterSpec):
+    """One instance with fitted costs."""
+
+    costs: CostModel
+    own_slots: int
+
+    @property
+    def slots(self) -> int:
+        return self.own_slots
+
+    def kinds(self) -> list[Instances]:
+        settings = {
+            "slots": self.own_slots,
+            "max_num_batched_tokens": max(self.own_slots, BATCHED),
+            "update_seconds": self.seconds.update,
+            "save_seconds": self.seconds.save,
+            "restore_seconds": self.seconds.restore,
+        }
+        return [Instances(count=1, cost=self.costs.step, settings=settings)]
+
+    def grade_seconds(self) -> float:
+        return self.seconds.grade or 0.0
+
+
+def _floor(df: pd.DataFrame, name: str, costs: CostModel) -> float:
+    """Measured over fitted seconds of this run's own passes, less 1."""
+    steps = steps_of(df[df["run"] == name])
+    fitted = costs.step.many(steps.seqs, steps.rows, steps.context) - costs.step.between
+    return float((steps.seconds * steps.passes).sum() / np.sum(fitted * steps.passes)) - 1.0
+
+
+def _pair(predicted: Any, measured: Any) -> dict[str, Any]:
+    error = predicted / measured - 1.0 if predicted is not None and measured else None
+    return {"predicted": predicted, "measured": measured, "error": error}
+
+
+def headline(summary: dict[str, Any]) -> str:
+    seen = [row for row in summary["rows"] if row["seen"]]
+    unseen = [row for row in summary["rows"] if not row["seen"]]
+    parts = []
+    for rows, what, goal in ((seen, "of the calibrated strategy", SEEN), (unseen, "of the others", UNSEEN)):
+        errors = [abs(row["makespan"]["error"]) for row in rows if row["makespan"]["error"] is not None]
+        if errors:
+            verdict = "within" if max(errors) <= goal else "beyond"
+            parts.append(f"{what} {max(errors):.1%} off at most, {verdict} {goal:.0%}")
+    noise = max(abs(row["floor"]) for row in summary["rows"])
+    own = max(abs(row["at its speed"]["error"]) for row in summary["rows"])
+    machine = f"The machine's speed changed by up to {noise:.0%} between the runs; at each run's own: {own:.1%} off."
+    return f"Predicted makespan: {'; '.join(parts)}. {machine}"
+
+
+def table(summary: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    shown = Table(title=f"Predicted / measured, costs fitted to {summary['calibrated_on']}", title_justify="left")
+    shown.add_column("run")
+    for _, label in COMPARED:
+        shown.add_column(label, justify="right")
+        shown.add_column("error", justify="right")
+    shown.add_column("machine", justify="right")
+    shown.add_column("makespan at its speed", justify="right")
+    for row in summary["rows"]:
+        cells = []
+        for _, label in COMPARED:
+            form = "{:.0%}" if label == "empty slots" else "{:.1f} s"
+            pair = row[label]
+            values = [("-" if pair[key] is None else form.format(pair[key])) for key in ("predicted", "measured")]
+            cells.append(" / ".join(values))
+            if label == "empty slots":
+                both = pair["predicted"] is not None and pair["measured"] is not None
+                cells.append(f"{100 * (pair['predicted'] - pair['measured']):+.1f} points" if both else "")
+            else:
+                cells.append("" if pair["error"] is None else f"{pair['error']:+.1%}")
+        own = row["at its speed"]["error"]
+        shown.add_row(row["run"] + ("" if row["seen"] else " (unseen)"), *cells, f"{row['floor']:+.1%}", f"{own:+.1%}")
+    return shown
+
+
+def notes(summary: dict[str, Any]) -> list[str]:
+    lines = [
+        "machine: by how much the passes of this run took longer than the fit to the first run says of the same "
+        "passes: noise of the machine (and of the fit), which no schedule explains. at its speed: the error of the "
+        "makespan when the costs are scaled by that; it knows the run's speed, and predicts its schedule.",
+    ]
+    return lines + [str(line) for line in summary["report"]["findings"]]
