@@ -82,9 +82,9 @@ _PARTS: tuple[tuple[str, str], ...] = (
 _WHERE_ANY = ("verify drafts", "drafting", "wait")
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("wall s", "wall_seconds", "{:.1f}"),
-    ("trained tok/s", "tokens_per_second", "{:.0f}"),
+    ("tok/s", "tokens_per_second", "{:.0f}"),
     ("x first", "ratio", "{:.2f}"),
-    ("s/ 1,000", "seconds_per_1000_tokens", "{:.2f}"),
+    ("s/1k", "seconds_per_1000_tokens", "{:.2f}"),
     ("tail s", "tail_seconds", "{:.1f}"),
     ("empty", "bubble_share", "{:.0%}"),
     ("mean age", "staleness_mean", "{:.2f}"),
@@ -101,7 +101,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 
 def _rows(summary: dict[str, Any]) -> Table:
-    table = Table(title="Same prompts, same seeds", title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    title = "Same prompts, same seeds (tok/s, s/1k: of trained tokens)"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("", no_wrap=True)
     for label, _, _ in _COLUMNS:
         table.add_column(label, justify="right")
