@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -83,11 +82,11 @@ _PARTS: tuple[tuple[str, str], ...] = (
 _WHERE_ANY = ("verify drafts", "drafting", "wait")
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("wall s", "wall_seconds", "{:.1f}"),
-    ("trained tok/s", "tokens_per_second", "{:.0f}"),
+    ("tok/s", "tokens_per_second", "{:.0f}"),
     ("x first", "ratio", "{:.2f}"),
-    ("s/1,000 tok", "seconds_per_1000_tokens", "{:.2f}"),
+    ("s/1k", "seconds_per_1000_tokens", "{:.2f}"),
     ("tail s", "tail_seconds", "{:.1f}"),
-    ("bubbles", "bubble_share", "{:.0%}"),
+    ("empty", "bubble_share", "{:.0%}"),
     ("mean age", "staleness_mean", "{:.2f}"),
     ("max age", "staleness_max", "{:d}"),
     ("wasted tokens", "tokens_wasted", "{:d}"),
@@ -102,13 +101,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 
 def _rows(summary: dict[str, Any]) -> Table:
-    table = Table(
-        title="Same prompts, same seeds",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    title = "Same prompts, same seeds (tok/s, s/1k: of trained tokens)"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("", no_wrap=True)
     for label, _, _ in _COLUMNS:
         table.add_column(label, justify="right")

@@ -162,8 +162,9 @@ def test_seven_runs_side_by_side(tmp_path: Path) -> None:
     table = display.summary_table({"runs": summary, "compare": analysis.compare(summary)})
     console = Console(width=80, record=True)
     console.print(table)
-    lines = [line for line in console.export_text().splitlines() if re.match(r"strategy-\d ", line)]
+    lines = [line for line in console.export_text(clear=False).splitlines() if re.match(r" *strategy-\d ", line)]
     assert len(lines) == 7 and "1.00" in lines[0]
+    assert "\u2026" not in console.export_text(clear=False)
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

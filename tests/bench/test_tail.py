@@ -320,8 +320,8 @@ def test_between_passes() -> None:
 
 
 def test_slow_passes_before_the_tail_are_not_its_causes() -> None:
-    """An update of 4 s at 3 s delayed everybody; only what happens after the 90th percentile finish counts there."""
-    row = one(life(Event("update", 3.0, 4.0), last=20.0, step=FULL))
+    """An update of half a second delayed everybody; only what happens after the 90th percentile finish counts there."""
+    row = one(life(Event("update", 3.5, 0.5), last=20.0, step=FULL))
     assert row["switch"] == 0 and row["true_length"] == pytest.approx(10)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,6 @@ def test_reopened_after_every_iteration_a_rollout_ends_the_same(make_engine: Eng
 
 def test_reopened_at_every_commit(make_engine: EngineMaker, tmp_path: Path) -> None:
     """A copy of the files at any moment is a store (this is what a kill leaves), and continues to the same end."""
-    import shutil
-
     plain = generate(make_engine(), group("a", prompt(9), n=2, max_tokens=12))
     engine = make_engine()
     store = SampleStore(tmp_path / "live", commit_every=0.0)
