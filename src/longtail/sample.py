@@ -143,10 +143,7 @@ class Sample:
     @property
     def num_generated(self) -> int:
         """Output tokens that the policy wrote: all but the observations."""
-        length = len(self.output_ids)
-        if not self.multi_turn:
-            return length
-        return length - sum(len(s) for s in self.segments if s.version == OBSERVATION)
+        return len(self.output_ids) - sum(len(s) for s in self.segments if s.version == OBSERVATION)
 
     @property
     def num_unread(self) -> int:
