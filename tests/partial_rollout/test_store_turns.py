@@ -71,7 +71,7 @@ def test_a_store_gives_back_what_it_was_given(tmp_path: Path, killed: bool) -> N
         assert [s.engine for s in waiting.segments] == ["native", "environment", "native"]
         assert store.ledger.generated == store.ledger.pending == 7 + 5 + 5
         number = store.hand_over(store.complete())
-        assert store.ledger.lines["trained"] == 5
+        assert (store.ledger.lines["trained"], store.ledger.lines["stale"]) == (0, 5)  # all of b/0 is masked
         (delivery,) = store.deliveries(after=number - 1)
         assert record(delivery.groups[0].samples[0]) == want["b"][0]
         assert by["b/0"].logprobs == delivery.groups[0].samples[0].logprobs
@@ -157,7 +157,8 @@ def test_a_cut_is_booked_for_good(tmp_path: Path, line: Any, on_disk: bool) -> N
                 store.watch([sample])
                 finish(sample, 3)
             store.hand_over(store.complete())
-            assert store.ledger.lines["trained"] == 7 + 4 * 3
+            assert store.ledger.lines["trained"] == 7 + 4 * 3 - 2  # two of a/0 are masked: stale
+            assert store.ledger.lines["stale"] == 2 + (8 if line == "stale" else 0)
             store.settle(["a/0"], "surplus")  # what was cut stays where it was
             assert store.ledger.lines["aborted"] == 2 + (8 if line == "aborted" else 0)
             store.prune(1)
