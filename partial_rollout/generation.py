@@ -238,7 +238,7 @@ class Generation(Slots):
 
     def _failed(self, sample: Sample) -> None:
         group = self.state.group(sample)
-        if sample.attempts < self.rules.retries:
+        if sample.attempts < self.rules.retries and sample.prompt_ids:  # a prompt that a disk has lost is not tried
             why = sample.failure or ""
             sample.attempts += 1  # written with the cut
             try:

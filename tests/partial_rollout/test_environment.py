@@ -419,6 +419,7 @@ class Hanging:
 EnvironmentRunner.GRACE_SECONDS = 1.0
 runner = EnvironmentRunner(Hanging())
 runner.submit(TurnRequest(sample_id="s", group_id="g", task=None, prompt_ids=(1,), output_ids=(2,), text="", turn=0))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 runner.wait()
 """)

@@ -373,7 +373,8 @@ def test_workers_are_light(make: Make) -> None:
 def run(code: str, tmp_path: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     file = tmp_path / "program.py"
     file.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)])}
+    paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, str(file)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, **options)
 
@@ -444,6 +445,7 @@ def test_an_interrupt_in_wait(tmp_path: Path) -> None:
 import signal, threading, toy_graders
 pool = GraderPool(toy_graders.obey, workers=1, timeout=600)
 pool.submit(request(("sleep", 1.0)))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
 threading.Timer(0.3, os.killpg, (os.getpgrp(), signal.SIGINT)).start()
 try:
     pool.wait()

@@ -204,7 +204,7 @@ def test_a_resumed_sample_is_caught_up_with(make_engine: EngineMaker, monkeypatc
     step_all(engine, [again])
     assert_same(again, want)
     assert known >= 60
-    assert sum(rows) <= 60 + 3
+    assert sum(rows) <= 60 + 3 + engine.config.block_size  # it may have changed meanwhile: full blocks are kept
     # One of the same id with other tokens, in the prompt or behind it, is not taken for it.
     for ids, seed in ((prompt(30, 1), 7), (prompt(30), 8)):
         (other,) = group("a", ids, max_tokens=60, seed=seed).samples

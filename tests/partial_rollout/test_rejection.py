@@ -230,7 +230,7 @@ def test_reproducible_and_well_formed(make_engine: EngineMaker, name: str, mode:
             Sample(id="", group_id="", index=0, prompt_ids=sample.prompt_ids, params=sample.params, seed=0),
         )
         for i in range(len(ids)):
-            probe.output_ids = ids[: i + 1]
+            probe.output_ids, probe.versions = ids[: i + 1], sample.versions[: i + 1]
             end = check_end(probe, eos, engine.max_model_len, None)
             assert (end is not None) == (i == len(ids) - 1), (sample.id, i)
         assert end is not None

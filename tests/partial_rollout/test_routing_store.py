@@ -121,7 +121,8 @@ def test_a_store_of_schema_1_gets_the_table(tmp_path: Path) -> None:
     with raw(tmp_path) as connection:
         connection.execute("DROP TABLE routing")
         connection.execute("DROP TABLE cuts")
-        for column in ("multi_turn", "num_observed", "turn_ended", "masked", "attempts", "grade_failure"):
+        connection.execute("DROP TABLE removed")
+        for column in ("multi_turn", "num_observed", "turn_ended", "masked", "num_masked", "attempts", "grade_failure"):
             connection.execute(f"ALTER TABLE samples DROP COLUMN {column}")
         identity = "name, position, seed, prompt, params"
         state = "status, finish_reason, stop_reason, failure, num_tokens, segments, submitted, first_token, finished"
