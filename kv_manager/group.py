@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from longtail.kernels.kv import copy_blocks, scatter_blocks
+from longtail.kernels.kv import as_tokens, copy_blocks, scatter_blocks
 from longtail.kv_manager.block_pool import BlockHash, BlockPool
 from longtail.kv_manager.layout import Layout
 
@@ -38,9 +38,19 @@ class PagedGroup:
                 self.pool.truncate(table[i], covered if i == first else 0)
         table.extend(blocks)
 
-    def write(self, table: list[int], low: int, high: int, data: torch.Tensor) -> None:
-        """data: [high - low, *block shape], for these places of the table."""
+    def write(self, table: list[int], low: int, high: int, data: torch.Tensor, keep: int = 0) -> None:
+        """data: [high - low, *block shape], for these places of the table. keep: tokens at the start of the first of
+        these blocks that stay as they are: a key may promise them, and the data may be of other weights."""
+        if keep:
+            data = data.clone()  # it may be the saved copy itself
+            held = self.cache[table[low] : table[low] + 1]
+            for new, old in zip(self._tokens(data[:1]), self._tokens(held), strict=True):
+                new[..., :keep, :] = old[..., :keep, :]
         scatter_blocks(self.cache, table[low:high], data)
+
+    def _tokens(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of blocks, each [..., block_size, dim]."""
+        return as_tokens(blocks, self.layout.block_size) if self.layout.kind == "kv" else (blocks,)
 
     def adopt(self, table: list[int], key: BlockHash) -> None:
         """Appends the block of a key that was found."""

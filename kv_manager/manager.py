@@ -293,14 +293,14 @@ class KVManager:
         return self.encoding != "exact" and snapshot.fingerprint in (self.fingerprint, _approximate(self.fingerprint))
 
     def restore(self, seq: Sequence, snapshot: Snapshot) -> bool:
-        """Brings an attached sequence up to the snapshot's tokens; blocks it found by prefix are kept, not rewritten.
+        """Brings an attached sequence up to the snapshot's tokens; what it found by prefix is kept, not rewritten.
         False, with nothing changed, if a pool is exhausted. SnapshotMismatch if it is not this sequence's, or if its
         data are lost; then nothing is changed either. Whose weights made it is the caller's to ask (`can_use`)."""
         snapshot.check(seq.sample.id, seq.token_ids, self.layouts, self._dtype)
         n = snapshot.num_tokens
         if min(n, seq.num_tokens - 1) <= seq.num_computed_tokens:  # a found tail is not rewritten
             return True
-        found = seq.num_computed_tokens // self.block_size
+        found, covered = divmod(seq.num_computed_tokens, self.block_size)
         last = -(-n // self.block_size)
         firsts = [group.layout.first_kept(n) for group in self.groups]
         if any(
@@ -327,7 +327,7 @@ class KVManager:
             return False
         for i, low, high, data in loaded:
             if i < len(self.groups):
-                self.groups[i].write(seq.block_tables[i], low, high, data)
+                self.groups[i].write(seq.block_tables[i], low, high, data, keep=covered if low == found else 0)
             else:
                 assert self.states is not None
                 self.states.restore(seq, data[0])
@@ -337,9 +337,9 @@ class KVManager:
             self._made_by[seq] = made_by  # if approximate, no other sequence may find it
         else:
             self._made_by[seq] = _mixed(made_by, self.fingerprint)
-        self.commit(seq)
         for group, table, first in zip(self.groups, seq.block_tables, firsts, strict=True):
-            group.trim(table, 0, first)
+            group.trim(table, 0, first)  # before the commit: a found tail before the window was not filled up
+        self.commit(seq)
         return True
 
     def saved_prompt(self, seq: Sequence) -> Snapshot | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from tests.kv_manager.conftest import DIM, HEADS, LAYERS, SIZE, A, make_seq
+from tests.kv_manager.conftest import DIM, HEADS, LAYERS, SIZE, A, B, make_seq, numbers, read, write
 
 from longtail.kv_manager.block_pool import BlockHash
+from longtail.kv_manager.group import PagedGroup
 from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.manager import KVManager
 from longtail.kv_manager.states import StateSlots
 from longtail.sequence import Sequence
+from longtail.version import Fingerprint
 
 SHAPES = (((2, 3),), ((4,), (1,)))
 FULL = Layout("kv", LAYERS, HEADS, SIZE, DIM)
@@ -139,3 +142,78 @@ def test_a_prompt_whose_window_is_gone_is_not_found() -> None:
     assert len(kv._found_prefix(seq.token_ids[:92])) == 5
     assert seq.num_computed_tokens == 0
     kv.check_integrity([seq, other])
+
+
+def compute_kv(kv: KVManager, seq: Sequence, stop: int, base: float = 0.0) -> None:
+    """As `compute`, and writes the first group's KV."""
+    assert kv.reserve(seq, stop)
+    write(kv, seq, seq.num_computed_tokens, stop, base)
+    compute(kv, seq, stop)
+
+
+def restored_onto_a_tail(kv: KVManager, newer: Fingerprint, base: float, held: bool) -> Sequence:
+    """A sample of 8 prompt tokens and 16 more, saved with 24 computed, restored after a sibling has computed the prompt
+    anew (weights `newer`, KV `base`): it finds the sibling's 7 tokens, and the snapshot holds all 24."""
+    seq = make_seq(list(range(8)), list(range(8, 25)))
+    kv.attach(seq)
+    compute_kv(kv, seq, 7)
+    compute_kv(kv, seq, 24)
+    snapshot = kv.save(seq)
+    assert snapshot is not None
+    kv.release(seq)
+    kv.set_fingerprint(newer)
+    kv.attach(sibling := make_seq(list(range(8)), name="g/1"))
+    compute_kv(kv, sibling, 7, base)
+    if not held:
+        kv.release(sibling)
+    kv.attach(seq)
+    assert seq.num_computed_tokens == 7
+    assert kv.restore(seq, snapshot)
+    assert seq.num_computed_tokens == 24
+    return seq
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_found_tail_before_the_window_is_not_offered_as_a_whole_block(held: bool) -> None:
+    """A snapshot holds no KV before the window, so nothing fills up the block of which a tail was found."""
+    window = FULL._replace(window=4)
+    kv = KVManager([window, FULL], [20, 20], fingerprint=A, states=StateSlots(SHAPES, 5))
+    restored_onto_a_tail(kv, A, 0.0, held)
+    kv.attach(other := make_seq(list(range(17)), name="h/0"))  # its prompt ends with the block
+    assert other.num_computed_tokens == 0
+    compute_kv(kv, other, 16)
+    kv.attach(last := make_seq(list(range(17)), name="h/1"))
+    assert last.num_computed_tokens == 16
+    assert read(kv, last) == numbers((0, 16, 0))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_older_kv_restored_onto_a_found_tail_does_not_take_its_place(held: bool) -> None:
+    """The tail's key promises KV of the present weights, whoever continues the block."""
+    kv = KVManager([FULL], [20], fingerprint=A, states=StateSlots(SHAPES, 5))
+    seq = restored_onto_a_tail(kv, B, 300.0, held)
+    assert read(kv, seq) == numbers((0, 7, 300), (7, 24, 0))
+    kv.attach(third := make_seq(list(range(8)), name="g/2"))
+    assert third.num_computed_tokens == 7
+    assert read(kv, third) == numbers((0, 7, 300))
+
+
+@pytest.mark.parametrize("layout", [FULL, Layout("latent", LAYERS, 1, SIZE, DIM)])
+def test_what_is_kept_of_a_block_is_not_written(layout: Layout) -> None:
+    group = PagedGroup(layout, 4)
+    group.cache.copy_(before := torch.randn(group.cache.shape))
+    data = torch.randn(2, *layout.block_shape)
+    saved = data.clone()
+    group.write([0, 3, 1], 1, 3, data, keep=5)
+    assert torch.equal(data, saved)
+    assert torch.equal(group.cache[[0, 2]], before[[0, 2]])
+    assert torch.equal(group.cache[1], data[1])
+
+    def tokens(block: torch.Tensor) -> torch.Tensor:
+        """[SIZE, numbers of a token]"""
+        if layout.kind == "latent":
+            return block.transpose(0, 1).flatten(1)
+        k = block[:, 0].view(LAYERS, HEADS, DIM, SIZE).permute(3, 0, 1, 2).flatten(1)
+        return torch.cat([k, block[:, 1].view(LAYERS, HEADS, SIZE, DIM).permute(2, 0, 1, 3).flatten(1)], 1)
+
+    assert torch.equal(tokens(group.cache[3]), torch.cat([tokens(before[3])[:5], tokens(data[0])[5:]]))
