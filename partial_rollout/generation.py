@@ -115,8 +115,7 @@ class Generation(Slots):
         state.iteration, state.num_output_tokens, state.num_admissions = iteration, 0, 0
         for sample in [s for s in state.queue if s.is_done]:  # the caller ended it, in an engine of his own
             state.queue.remove(sample)
-            state.running[sample.id] = sample
-            self.unsettled = True
+            self.place(sample)
         self.settle()
         self.weights_updated()  # of an earlier process perhaps, or it raised half-way
         state.started_with = {s.id: len(s.output_ids) for s in state.running.values()}

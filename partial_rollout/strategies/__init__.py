@@ -7,7 +7,14 @@ import inspect
 import json
 from typing import Any
 
-from longtail.partial_rollout.strategies.base import Admit, Order, RolloutState, Strategy, oldest_unfinished_first
+from longtail.partial_rollout.strategies.base import (
+    Admit,
+    BatchStrategy,
+    Order,
+    RolloutState,
+    Strategy,
+    oldest_unfinished_first,
+)
 from longtail.partial_rollout.strategies.bounded_staleness import BoundedStaleness
 from longtail.partial_rollout.strategies.context_aware import ContextAware
 from longtail.partial_rollout.strategies.over_issue import OverIssue
@@ -19,6 +26,7 @@ from longtail.partial_rollout.strategies.token_budget import TokenBudget
 __all__ = [
     "STRATEGIES",
     "Admit",
+    "BatchStrategy",
     "BoundedStaleness",
     "ContextAware",
     "Order",

@@ -127,6 +127,25 @@ class Strategy:
         return state.oldest_ready()
 
 
+class BatchStrategy(Strategy):
+    """Ends an iteration as soon as `groups` groups are complete, and hands over so many, the oldest.
+
+    most_begun: groups that are begun and not handed over; None: however many."""
+
+    def __init__(self, groups: int, most_begun: int | None = None) -> None:
+        super().__init__(groups=positive("groups", groups))
+        self.wanted, self.most_begun = groups, most_begun
+
+    def may_begin(self, group: GroupState, state: RolloutState) -> bool:
+        return self.most_begun is None or group.started or state.num_started < self.most_begun
+
+    def stop_waiting(self, state: RolloutState) -> bool:
+        return len(state.ready) >= self.wanted
+
+    def hand_over(self, state: RolloutState) -> list[GroupState]:
+        return state.oldest_ready(self.wanted)
+
+
 def oldest_unfinished_first(sample: Sample, state: RolloutState) -> Order:
     """Work that was begun before new work (samples, then groups), and all by age: nothing starves."""
     group = state.group(sample)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from longtail.partial_rollout.groups import GroupState
-from longtail.partial_rollout.strategies.base import Admit, RolloutState, Strategy, positive
-from longtail.sample import Sample
+from longtail.partial_rollout.strategies.base import BatchStrategy, positive
 
 
-class BoundedStaleness(Strategy):
+class BoundedStaleness(BatchStrategy):
     """An iteration hands over `groups` groups, the oldest of those that are complete, as soon as there are so many. The
     others stay in the engine: new weights take their place between two steps, under running samples.
 
@@ -21,16 +19,6 @@ class BoundedStaleness(Strategy):
     keeps_running = True
 
     def __init__(self, groups: int, eta: int = 1) -> None:
-        super().__init__(groups=positive("groups", groups))
-        self.wanted, self.eta = groups, positive("eta", eta, 0)
-
-    def admit(self, sample: Sample, state: RolloutState) -> Admit | None:
-        if not state.group(sample).started and state.num_started >= (self.eta + 1) * self.wanted:
-            return None
-        return Admit(sample)
-
-    def stop_waiting(self, state: RolloutState) -> bool:
-        return len(state.ready) >= self.wanted
-
-    def hand_over(self, state: RolloutState) -> list[GroupState]:
-        return state.oldest_ready(self.wanted)
+        super().__init__(groups)
+        self.eta = positive("eta", eta, 0)
+        self.most_begun = (self.eta + 1) * groups

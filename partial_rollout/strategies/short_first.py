@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from longtail.partial_rollout.groups import GroupState
-from longtail.partial_rollout.strategies.base import Admit, Order, RolloutState, Strategy, positive
+from longtail.partial_rollout.strategies.base import BatchStrategy, Order, RolloutState, positive
 from longtail.sample import Sample
 
 
-class ShortFirst(Strategy):
+class ShortFirst(BatchStrategy):
     """Prompts are taken in pools of `pool` x `groups`. Within a pool whoever is expected to end first runs first, and
     an iteration ends as soon as `groups` groups are complete; they are handed over shortest first. The next pool is
     begun when this one is used up: no response is trained on more than about `pool` updates after it was begun, and
@@ -17,8 +17,8 @@ class ShortFirst(Strategy):
     name = "short-first"
 
     def __init__(self, groups: int, pool: int = 4) -> None:
-        super().__init__(groups=positive("groups", groups))
-        self.wanted, self.pool = groups, positive("pool", pool)
+        super().__init__(groups)
+        self.pool = positive("pool", pool)
         self._members: set[str] = set()
         """Ids of the groups of the present pool."""
 
@@ -31,12 +31,6 @@ class ShortFirst(Strategy):
         if sample.group_id not in self._members:
             return None
         return (state.lengths.remaining(sample),)
-
-    def admit(self, sample: Sample, state: RolloutState) -> Admit | None:
-        return Admit(sample)
-
-    def stop_waiting(self, state: RolloutState) -> bool:
-        return len(state.ready) >= self.wanted
 
     def hand_over(self, state: RolloutState) -> list[GroupState]:
         ready = state.oldest_ready()

@@ -7,10 +7,9 @@ import math
 
 from longtail.partial_rollout.groups import GroupState
 from longtail.partial_rollout.strategies.base import (
-    Admit,
+    BatchStrategy,
     Order,
     RolloutState,
-    Strategy,
     at_least,
     oldest_unfinished_first,
     positive,
@@ -18,7 +17,7 @@ from longtail.partial_rollout.strategies.base import (
 from longtail.sample import Sample
 
 
-class TailRounds(Strategy):
+class TailRounds(BatchStrategy):
     """A short round begins eta x `groups` prompts with eta x `samples` responses each and ends when `groups` of them
     have `samples` responses. What is unfinished waits until `groups` prompts of it have come together: they make a long
     round, with no more than `samples` responses of each, that waits for all of them.
@@ -33,8 +32,8 @@ class TailRounds(Strategy):
     name = "tail-rounds"
 
     def __init__(self, groups: int, samples: int, eta: float = 1.25, regenerate: bool = False) -> None:
-        super().__init__(groups=positive("groups", groups))
-        self.wanted, self.samples = groups, positive("samples", samples)
+        super().__init__(groups)
+        self.samples = positive("samples", samples)
         self.eta, self.regenerate = at_least("eta", eta, 1.0), regenerate
         self._round: set[str] = set()
         """Ids of the groups that this round works on."""
@@ -68,13 +67,7 @@ class TailRounds(Strategy):
         others = [s.index for s in group.samples if s.index not in ended]
         return {*ended, *others[: self.samples - len(ended)]}
 
-    def admit(self, sample: Sample, state: RolloutState) -> Admit | None:
-        return Admit(sample)
-
     def stop_waiting(self, state: RolloutState) -> bool:
         if self.is_long:
             return all(group_id in state.ready for group_id in self._round if group_id in state.groups)
-        return len(state.ready) >= self.wanted
-
-    def hand_over(self, state: RolloutState) -> list[GroupState]:
-        return state.oldest_ready(self.wanted)
+        return super().stop_waiting(state)
