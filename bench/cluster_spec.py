@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from longtail.bench.accelerators import analytic, kv_capacity
-from longtail.bench.cost_model import CostModel, Transfer, read_cost
+from longtail.bench.cost_model import CostModel, Transfer, check_keys, read_cost
 from longtail.partial_rollout.engines.simulated import Instances, Loss, StepSeconds
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -323,13 +323,7 @@ def spec_of(plain: Mapping[str, Any], folder: Path = Path(".")) -> ClusterSpec:
 def made_of(kind: Any, name: str, values: Any) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{name} must be a table")
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    if unknown := sorted(set(values) - set(fields)):
-        raise ValueError(f"{name}: unknown key {', '.join(unknown)}; known are {', '.join(fields)}")
-    missing = dataclasses.MISSING
-    needed = [k for k, f in fields.items() if f.default is missing and f.default_factory is missing]
-    if lacking := [key for key in needed if key not in values]:
-        raise ValueError(f"{name}: {', '.join(lacking)} is missing")
+    check_keys(kind, name, values)
     try:
         return kind(**values)
     except ValueError as error:

@@ -213,6 +213,12 @@ def _from_dict(plain: Mapping[str, Any]) -> CostModel:
 def _make(kind: Any, name: str, values: Any) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{name} is missing, or not a table")
+    check_keys(kind, name, values)
+    return kind(**values)
+
+
+def check_keys(kind: Any, name: str, values: Mapping[str, Any]) -> None:
+    """ValueError unless these are keys of a dataclass, with all that it has no defaults for. name: of the table."""
     known = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(set(values) - set(known)):
         raise ValueError(f"{name}: unknown key {', '.join(unknown)}; known are {', '.join(known)}")
@@ -220,7 +226,6 @@ def _make(kind: Any, name: str, values: Any) -> Any:
     needed = [key for key, field in known.items() if field.default is missing and field.default_factory is missing]
     if lacking := [key for key in needed if key not in values]:
         raise ValueError(f"{name}: {', '.join(lacking)} is missing")
-    return kind(**values)
 
 
 def _check_seconds(name: str, value: Any) -> None:

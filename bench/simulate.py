@@ -14,13 +14,11 @@ trouble: `tests/bench/test_simulate.py` holds them against `analysis.summary` of
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
-import gc
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from longtail.bench.analysis import nearest_rank
@@ -30,6 +28,7 @@ from longtail.bench.trace import TraceWriter
 from longtail.bench.workload import Workload
 from longtail.events import Event, Listener, ignore
 from longtail.partial_rollout.background import VirtualBackground
+from longtail.partial_rollout.collector import quiet_collector
 from longtail.partial_rollout.engines.simulated import Length, SimulatedCluster
 from longtail.partial_rollout.grading import Grade, GradeRequest
 from longtail.partial_rollout.length_bias import LengthBiasWarning
@@ -135,7 +134,7 @@ def run(
         name, strategy = strategy, strategy_for(strategy, groups=batch.groups, samples=batch.group_size, budget=tokens)
     else:
         name = strategy.name
-    with _quiet_collector(), warnings.catch_warnings():
+    with quiet_collector(), warnings.catch_warnings():
         warnings.simplefilter("ignore", LengthBiasWarning)  # the run says it
         made = _Simulation(spec, workload, name, strategy, listener).run(at_once)
     made.host_seconds = time.perf_counter() - started
@@ -337,15 +336,3 @@ class _Measured:
         last = next(entry for entry in self._handed if entry[1] >= 3 * groups / 4)
         if last[2] > first[2]:
             self.run.steady_seconds_per_1000_tokens = 1000.0 * (last[0] - first[0]) / (last[2] - first[2])
-
-
-@contextlib.contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Samples make no cycles that matter, and the collector would look through all of them again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

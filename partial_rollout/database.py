@@ -12,9 +12,7 @@ A store in memory has `memory_tables.MemoryTables` in its place.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import json
 import sqlite3
 import time
@@ -24,6 +22,7 @@ from typing import Any, Literal
 
 from longtail.errors import StoreCorrupt, StoreError
 from longtail.partial_rollout import routing_rows
+from longtail.partial_rollout.collector import quiet_collector
 from longtail.partial_rollout.ledger import BESIDE, LINES, Ledger, Line
 from longtail.partial_rollout.records import (
     BLANK_STATE,
@@ -333,7 +332,7 @@ class Database(SqliteFile):
         groups: dict[int, Group] = {}
         prompts: dict[int, tuple[tuple[int, ...], SamplingParams, bool]] = {}
         damages = []
-        with self.reading(), _quiet_collector():
+        with self.reading(), quiet_collector():
             outputs = self._outputs(where, values)
             routing = routing_rows.load(self.connection, where, values)
             query = f"SELECT id, checksum, name, prompt, params, task FROM groups g WHERE {where} ORDER BY id"
@@ -434,15 +433,3 @@ def _chunk(row: int, sample: Sample, start: int) -> tuple[Any, ...]:
     """A row of `chunks`: the output from position `start` on."""
     tokens, logprobs = pack_ids(sample.output_ids[start:]), pack_logprobs(sample, start)
     return row, start, tokens, logprobs, checksum_of_bytes(tokens, logprobs)
-
-
-@contextlib.contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Millions of new objects and no garbage: the collector would look through all of them again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -9,6 +9,7 @@ from typing import Any
 
 from longtail.events import Event, EventKind, Listener
 from longtail.partial_rollout.engines.native.stepper import PassResult
+from longtail.partial_rollout.engines.telling import tell
 from longtail.sequence import Sequence
 
 COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions", "drafted", "accepted")
@@ -57,14 +58,6 @@ class Journal:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """The listener hears of a call's events when its work is done, so that it cannot leave it half done by raising.
-        It hears of every event; the first error is raised in the end."""
+        """A call; what it queues is told when it has returned (`tell`), or by the next one that does."""
         yield
-        failure: BaseException | None = None
-        while self._queue:
-            try:
-                self.listener(self._queue.popleft())
-            except BaseException as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        tell(self._queue, self.listener)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from longtail.events import Event, EventKind, Listener, ignore
+from longtail.partial_rollout.engines.telling import tell
 from longtail.sample import Sample
 
 COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions")
@@ -62,17 +63,10 @@ class Journal:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """The listener hears of a call's events when its work is done, so that it cannot leave it half done by raising.
-        It hears of every event, also of a call that raises; the first error is raised in the end."""
+        """A call; what it queues is told when it is done with (`tell`), also where it raises."""
         failure: BaseException | None = None
         try:
             yield
         except BaseException as error:
             failure = error
-        while self._queue:
-            try:
-                self.listener(self._queue.popleft())
-            except BaseException as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        tell(self._queue, self.listener, failure)
