@@ -98,6 +98,9 @@ def bench_command(
     seed: Annotated[int, typer.Option(help="Seed of tasks and samples")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all")] = None,
     numerics: Annotated[str, typer.Option(help="exact: same bits in every batch; fast: up to rounding")] = "exact",
+    kv_on_update: Annotated[
+        str, typer.Option(help="Unfinished samples' KV after a weight update: recompute or keep")
+    ] = "recompute",
     drafter: Annotated[
         str | None, typer.Option(help="Speculative decoding: ngram, group, group>ngram", show_default="off")
     ] = None,
@@ -123,6 +126,7 @@ def bench_command(
         seed=seed,
         threads=threads,
         numerics=numerics,
+        kv_on_update=kv_on_update,
         drafter=drafter,
     )
     source = _resolve(model)

@@ -55,6 +55,8 @@ class BenchConfig:
     seed: int = 0
     threads: int | None = None
     numerics: str = "exact"
+    kv_on_update: str = "recompute"
+    """What becomes of unfinished samples' KV at an update: computed again, as new weights demand, or kept ("keep")."""
     drafter: str | None = None
     """For speculative decoding, as `NativeEngine.use_drafter` takes it; None: no drafts."""
 
@@ -64,6 +66,8 @@ class BenchConfig:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.token_budget is not None and self.token_budget < 1:
             raise ValueError(f"token_budget must be at least 1, not {self.token_budget}")
+        if self.kv_on_update not in ("recompute", "keep"):
+            raise ValueError(f'kv_on_update must be "recompute" or "keep", not {self.kv_on_update!r}')
         check_specs(self.strategies)
         self.params(0)  # checks the sampling fields
 
@@ -108,6 +112,8 @@ def run(
         numerics=config.numerics,
         max_num_seqs=config.slots,
         max_model_len=max(map(len, prompts)) + config.max_tokens,
+        kv_on_update=config.kv_on_update,
+        fingerprint_versions=True,
     )
     model_weights = load_weights(source)
     trace = TraceWriter()
@@ -238,6 +244,7 @@ def _run_strategy(
         "strategy": strategy.name,
         "prompts_per_iteration": config.prompts,
         "token_budget": getattr(strategy, "tokens", None),
+        "max_num_batched_tokens": engine.config.max_num_batched_tokens,
     }
     listen(Event("run_start", engine.now(), detail=json.dumps(settings)))
     engine.listener = listen

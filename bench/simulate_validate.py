@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from longtail.bench.cost_model import CostModel
 
 COMPARED = (("wall_seconds", "makespan"), ("tail_seconds", "tail"), ("bubble_share", "empty slots"))
+SCHEDULE = (("tokens_generated", "tokens"), ("tokens_prefilled", "prefilled"), ("passes", "passes"))
+"""What no machine's speed changes."""
 SEEN, UNSEEN = 0.05, 0.10
 """What is hoped for, of the makespan."""
 
@@ -47,7 +49,7 @@ def validate(folder: Path, progress: Callable[[str], None] = lambda text: None) 
     folder = Path(folder)
     path = folder / "trace.parquet" if folder.is_dir() else folder
     df = read_trace(path)
-    measured = analysis.summary(df)
+    measured = _summary(df)
     names = list(measured)
     settings = {name: _settings(df, name) for name in names}
     for name, own in settings.items():
@@ -72,7 +74,7 @@ def validate(folder: Path, progress: Callable[[str], None] = lambda text: None) 
                 "at its speed": _pair(own["wall_seconds"], measured[name]["wall_seconds"]),
                 **{
                     label: _pair(predicted[key], measured[name][key])
-                    for key, label in (*COMPARED, ("tokens_generated", "tokens"))
+                    for key, label in (*COMPARED, *SCHEDULE)
                 },
             }
         )
@@ -108,10 +110,25 @@ def _predict(
         ),
         costs=costs,
         own_slots=settings["slots"],
+        own_batched=settings.get("max_num_batched_tokens", BATCHED),
+        kv_on_update=settings.get("kv_on_update", "recompute"),
     )
     trace = TraceWriter()
     run(spec, workload, name, trace.listener(name), budget=settings.get("token_budget"), at_once=True)
-    return analysis.summary(trace.frame())[name]
+    return _summary(trace.frame())[name]
+
+
+def _summary(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """With what `SCHEDULE` needs besides."""
+    counts = df[df["kind"] == "step"].groupby("run")[["num_passes", "num_prefill_tokens"]].sum()
+    return {
+        name: own
+        | {
+            "passes": int(counts["num_passes"][name]),
+            "tokens_prefilled": int(counts["num_prefill_tokens"][name]),
+        }
+        for name, own in analysis.summary(df).items()
+    }
 
 
 def _kv_seconds(df: pd.DataFrame, name: str) -> dict[str, float]:
@@ -140,6 +157,8 @@ class _Fitted(ClusterSpec):
 
     costs: CostModel
     own_slots: int
+    own_batched: int
+    """Tokens of one forward pass."""
 
     @property
     def slots(self) -> int:
@@ -148,10 +167,11 @@ class _Fitted(ClusterSpec):
     def kinds(self) -> list[Instances]:
         settings = {
             "slots": self.own_slots,
-            "max_num_batched_tokens": max(self.own_slots, BATCHED),
+            "max_num_batched_tokens": max(self.own_slots, self.own_batched),
             "update_seconds": self.seconds.update,
             "save_seconds": self.seconds.save,
             "restore_seconds": self.seconds.restore,
+            "kv_on_update": self.kv_on_update,
         }
         return [Instances(count=1, cost=self.costs.step, settings=settings)]
 
@@ -194,6 +214,7 @@ def table(summary: dict[str, Any]) -> Table:
     for _, label in COMPARED:
         shown.add_column(label, justify="right")
         shown.add_column("error", justify="right")
+    shown.add_column("passes", justify="right")
     shown.add_column("machine", justify="right")
     shown.add_column("makespan at its speed", justify="right")
     for row in summary["rows"]:
@@ -208,6 +229,8 @@ def table(summary: dict[str, Any]) -> Table:
                 cells.append(f"{100 * (pair['predicted'] - pair['measured']):+.1f} points" if both else "")
             else:
                 cells.append("" if pair["error"] is None else f"{pair['error']:+.1%}")
+        passes = row["passes"]
+        cells.append(f"{passes['predicted']} / {passes['measured']}")
         own = row["at its speed"]["error"]
         shown.add_row(row["run"] + ("" if row["seen"] else " (unseen)"), *cells, f"{row['floor']:+.1%}", f"{own:+.1%}")
     return shown

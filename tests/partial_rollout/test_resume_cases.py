@@ -177,6 +177,20 @@ def test_snapshot_of_older_weights_is_not_used(make_engine: EngineMaker) -> None
     assert sample.segments[-1].kv == "recomputed" and sample.versions[8:] == [3] * 12
 
 
+@pytest.mark.parametrize("fingerprint_versions", [False, True])
+def test_equal_weights_under_another_version(make_engine: EngineMaker, fingerprint_versions: bool) -> None:
+    """Their KV is good, unless updates are to cost what they cost with other weights; the sample is the same."""
+    alone = generate(make_engine(), group("a", prompt(30), max_tokens=20))[0]
+    engine = make_engine(fingerprint_versions=fingerprint_versions)
+    sample = group("a", prompt(30), max_tokens=20).samples[0]
+    run(engine, [sample], until=8)
+    engine.pause()
+    engine.update_weights(make_model("llama").state_dict(), 1)
+    run(engine, [sample])
+    assert sample.segments[-1].kv == ("recomputed" if fingerprint_versions else "restored")
+    assert sample.output_ids == alone.output_ids and sample.logprobs == alone.logprobs
+
+
 @pytest.mark.parametrize("paused", [True, False], ids=["paused", "running"])
 def test_kept_kv_is_recorded(make_engine: EngineMaker, paused: bool) -> None:
     engine = make_engine(kv_on_update="keep")

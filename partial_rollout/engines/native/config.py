@@ -44,6 +44,9 @@ class NativeConfig:
     softmax of the model's logits."""
     kv_on_update: KVOnUpdate = "recompute"
     """After a weight update: compute unfinished samples' KV again, or keep what older weights made."""
+    fingerprint_versions: bool = False
+    """Count KV of every version as made by other weights, equal or not: to measure what updates cost while the weights,
+    and so the samples, stay the same."""
     record_routing: bool = False
     """Keep the experts that computed each token (mixture-of-experts models), as `Sample.routed_experts`, for a trainer
     that replays them (trainer_adapter/routing.py). They lie in the cache beside the KV: 4 bytes for each."""

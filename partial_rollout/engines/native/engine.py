@@ -45,7 +45,7 @@ from longtail.spec_decode.controller import Controller, ControllerConfig
 from longtail.spec_decode.drafter import Drafter
 from longtail.spec_decode.speculation import Speculation
 from longtail.spec_decode.step_cost import StepCost
-from longtail.version import PolicyVersion
+from longtail.version import Fingerprint, PolicyVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,7 +97,7 @@ class NativeEngine:
             record_routing=config.record_routing,
         )
         self._arithmetic = loader.arithmetic_of(loaded.config, self.decoder, self.row_rule, config.numerics)
-        fingerprint = loader.fingerprint(weights, self._arithmetic)
+        fingerprint = self._fingerprint(weights, 0)
         del loaded, weights
         self.spec = spec = self.decoder.spec
         self.max_model_len = min(config.max_model_len or spec.max_positions, spec.max_positions)
@@ -301,7 +301,7 @@ class NativeEngine:
             with torch.no_grad():
                 self.decoder.load_weights(checked)
             self._version = PolicyVersion(version)
-            self.kv.set_fingerprint(loader.fingerprint(checked, self._arithmetic))
+            self.kv.set_fingerprint(self._fingerprint(checked, version))
             if self.config.kv_on_update == "keep":
                 for seq in self.scheduler.running:
                     seq.kv = "kept"
@@ -314,6 +314,10 @@ class NativeEngine:
             if self.speculation is not None:
                 self.speculation.weights_updated(version)
             self._journal.add(Event("update", start, self.now() - start, self.name, value=version))
+
+    def _fingerprint(self, weights: Mapping[str, torch.Tensor], version: int) -> Fingerprint:
+        suffix = f" version {version}" if self.config.fingerprint_versions else ""
+        return loader.fingerprint(weights, self._arithmetic + suffix)
 
     @property
     def speculation(self) -> Speculation | None:
