@@ -6,6 +6,7 @@ tests are skipped with its reason.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -45,7 +46,7 @@ def children() -> set[str]:
             try:
                 other = os.readlink(entry / "ns" / "pid") != ours
                 command = (entry / "cmdline").read_bytes().split(b"\0")[0].decode()
-            except OSError:
+            except OSError:  # it has ended
                 continue
             if other or command.endswith("bwrap"):
                 found.add(f"{entry.name} {command}")
@@ -98,10 +99,11 @@ def test_its_own_end_is_told(nothing_left: None) -> None:
 )
 def test_limits(code: str, failure: str, nothing_left: None) -> None:
     start = time.monotonic()
-    outcome = run(code)
+    limits = dataclasses.replace(SMALL, seconds=60.0, cpu_seconds=1) if "CPU" in failure else SMALL
+    outcome = run(code, Sandbox(limits=limits))
     assert outcome.failure is not None and failure in outcome.failure, outcome
     assert len(outcome.stdout) <= SMALL.output_bytes and len(outcome.stderr) <= SMALL.output_bytes
-    assert time.monotonic() - start < SMALL.seconds + 10
+    assert time.monotonic() - start < limits.seconds + 10
 
 
 @needs_sandbox

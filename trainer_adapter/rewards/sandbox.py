@@ -3,9 +3,9 @@
     outcome = Sandbox().run("print(input())", stdin=b"7")       # Outcome(stdout=b"7\\n", exit_code=0, ...)
 
 Inside there are /usr and Python to read, a small /tmp of its own to write, and nothing else: no network, no other
-process, no /proc, no environment, no descriptor, no capability. Limits (`Limits`) are put on the first process from
-outside, before it starts, and are inherited; what no limit of the kernel's counts for all processes together (memory)
-is watched from outside, and kept by a control group where one can be made (cgroup.py). All of it dies at once, by the
+process, no /proc, no environment, no descriptor, no capability. Limits (`Limits`) are the kernel's for each process;
+what those do not count for all processes together (memory) is watched from outside, and kept by a control group where
+one can be made (cgroup.py). All of it dies at once, by the
 death of its PID namespace's first process, whose end is awaited: on return no process is left.
 
 A caller that is root does not run it as root: bubblewrap is started as `nobody`, so that its files are nobody's and the
@@ -38,12 +38,20 @@ from longtail.trainer_adapter.rewards.cgroup import ControlGroup
 from longtail.trainer_adapter.rewards.seccomp import filter_for
 
 NOBODY = 65534
+PRLIMIT = "/usr/bin/prlimit"
+"""Of util-linux. Limits are put on from inside, behind the making of the user namespace: from then on the kernel counts
+its processes apart from all others, and so each sandbox has its own number of them (Linux 5.14 and newer)."""
 WORK = "/work"
 """Where `files` lie, to read."""
+INPUT = "input"
+"""What the program reads as its standard input."""
 START_SECONDS = 30.0
 END_SECONDS = 10.0
 LOOK_SECONDS = 0.02
 """Between two looks at the memory of a sandbox."""
+FIRST = 'read -r go || exit 125; "$@" <"$0"; exit $?'
+"""What the first process of the namespace does, a shell: it waits for a word, which a caller that was killed meanwhile
+never says, runs the program on its input, and ends when that ends: with it everything else does."""
 _INSTALL = "install it with `apt-get install bubblewrap` (or your system's package of that name)"
 
 Stopped = Literal["wall time", "output", "memory"]
@@ -78,20 +86,19 @@ class Limits:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field.name} must be an integer of at least 1, not {value!r}")
 
-    def kernel_limits(self) -> dict[int, tuple[int, int]]:
-        """Soft and hard, by RLIMIT. bubblewrap's own first process counts among the processes."""
-        same = {
-            resource.RLIMIT_AS: self.memory_bytes,
-            resource.RLIMIT_NPROC: self.processes + 1,
-            resource.RLIMIT_NOFILE: self.open_files,
-            resource.RLIMIT_FSIZE: self.file_bytes,
-            resource.RLIMIT_CORE: 0,
-            resource.RLIMIT_MEMLOCK: 0,
-            resource.RLIMIT_MSGQUEUE: 0,
+    def command(self) -> list[str]:
+        """What puts the limits on itself and becomes the program behind it. The first process counts too."""
+        options = {
+            "as": f"{self.memory_bytes}",
+            "cpu": f"{self.cpu_seconds}:{self.cpu_seconds + 1}",
+            "nproc": f"{self.processes + 1}",
+            "nofile": f"{self.open_files}",
+            "fsize": f"{self.file_bytes}",
+            "core": "0",
+            "memlock": "0",
+            "msgqueue": "0",
         }
-        return {name: (value, value) for name, value in same.items()} | {
-            resource.RLIMIT_CPU: (self.cpu_seconds, self.cpu_seconds + 1)
-        }
+        return [PRLIMIT, *(f"--{name}={value}" for name, value in options.items()), "--"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +127,7 @@ class Outcome:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sandbox:
     limits: Limits = Limits()
-    python: str |        self._exit_code: int | None = None
-        self.own_exit_code: int | None = None
-        """Its exit code, if it had ended before it was made to."""
+    python: str | None = None
     """Interpreter; None: this one's, or /usr/bin/python3 where `nobody` cannot read this one's."""
     read_only: tuple[str, ...] = ()
     """Further paths to read inside: a folder of libraries, say."""
@@ -137,8 +142,7 @@ class Sandbox:
         """The version of the Python inside. SandboxUnavailable, with the remedy, if nothing can be run here."""
         return _check(self)
 
-    def run(self, program: str | bytes, *, stdin: bytes = b"", files: Mapping[str, bytes] | None = None) -> Outcome:| bytes, *, stdin: bytes = b"", files: Mapping[str, bytes] | None = None
-    ) -> Outcome:
+    def run(self, program: str | bytes, *, stdin: bytes = b"", files: Mapping[str, bytes] | None = None) -> Outcome:
         """Runs a Python program to its end, or to that of a limit.
 
         files: by name, to be read under /work beside the program. SandboxUnavailable if there is no sandbox."""
@@ -163,10 +167,10 @@ class Sandbox:
         """A script among `files`, started; ended when the block is left. descriptors: that it inherits, by their
         numbers. keep_output: else what it prints is thrown away (and `wait` is for others)."""
         for name in files:
-            if not name or "/" in name or name.startswith("."):
-                raise ValueError(f"files must be named without folders, not {name!r}")
-        command = [self._python(), "-I", "-B", f"{WORK}/{script}", *arguments]
-        running = Running(self, command, files, stdin, descriptors, keep_output)
+            if not name or "/" in name or name.startswith(".") or name == INPUT:
+                raise ValueError(f"files must be named without folders, and none {INPUT!r}, not {name!r}")
+        command = ["/bin/sh", "-c", FIRST, f"{WORK}/{INPUT}", *self.limits.command(), self._python(), "-I", "-B", f"{WORK}/{script}", *arguments]
+        running = Running(self, command, {**files, INPUT: stdin}, descriptors, keep_output)
         try:
             yield running
         finally:
@@ -177,7 +181,7 @@ class Sandbox:
 
     def arguments(self) -> list[str]:
         """bubblewrap's, without files and descriptors."""
-        limits, args = self.limits, ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+        limits, args = self.limits, ["--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
         args += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--cap-drop", "ALL"]
         args += ["--ro-bind", "/usr", "/usr"]
         for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
@@ -205,7 +209,6 @@ class Running:
         sandbox: Sandbox,
         command: Sequence[str],
         files: Mapping[str, bytes],
-        stdin: bytes,
         descriptors: Sequence[int],
         keep_output: bool,
     ) -> None:
@@ -214,22 +217,23 @@ class Running:
         """pidfd of the first process of the PID namespace: it ends last."""
         self._group: ControlGroup | None = None
         self._exit_code: int | None = None
+        self.own_exit_code: int | None = None
+        """Its exit code, if it had ended before it was made to."""
         self._status, status = os.pipe()
         gate, self._gate = os.pipe()
         output = subprocess.PIPE if keep_output else subprocess.DEVNULL
         with contextlib.ExitStack() as theirs:
             theirs.callback(os.close, status)
             theirs.callback(os.close, gate)
-            passed = [status, gate, _file(theirs, filter_for()), *descriptors]
-            args = [_bubblewrap(), *sandbox.arguments(), "--json-status-fd", str(status)]
-            args += ["--block-fd", str(gate), "--seccomp", str(passed[2])]
+            passed = [status, _file(theirs, filter_for()), *descriptors]
+            args = [_bubblewrap(), *sandbox.arguments(), "--json-status-fd", str(status), "--seccomp", str(passed[1])]
             for name, data in files.items():
                 passed.append(_file(theirs, data))
                 args += ["--ro-bind-data", str(passed[-1]), f"{WORK}/{name}"]
             try:
                 self._process = subprocess.Popen(
                     [*args, "--remount-ro", "/", "--", *command],
-                    stdin=_file(theirs, stdin),
+                    stdin=gate,
                     stdout=output,
                     stderr=output,
                     pass_fds=passed,
@@ -244,11 +248,9 @@ class Running:
         try:
             self.pid = self._first_process()
             self._first = os.pidfd_open(self.pid)
-            for name, values in self.limits.kernel_limits().items():
-                resource.prlimit(self.pid, name, values)
             self._group = ControlGroup.around(self.pid, self.limits.total_memory_bytes, self.limits.processes + 1)
             self.started = time.monotonic()
-            os.write(self._gate, b"x")
+            os.write(self._gate, b"go\n")
         except BaseException:
             self.close()
             raise
@@ -447,6 +449,8 @@ def _prefixes(python: str) -> list[str]:
 def _check(sandbox: Sandbox) -> str:
     if sys.platform != "linux":
         raise SandboxUnavailable(f"bubblewrap needs Linux, not {sys.platform}")
+    if not os.path.exists(PRLIMIT):
+        raise SandboxUnavailable(f"{PRLIMIT} is missing, which sets a program's limits: install util-linux")
     outcome = sandbox._run("import sys; print(sys.version.split()[0])", b"", {})
     if outcome.failure is not None or not outcome.stdout:
         raise SandboxUnavailable(f"{sandbox._python()} does not run in the sandbox: {outcome.failure}")
