@@ -143,7 +143,9 @@ def summary(pairs: Sequence[Pair], grader: str) -> dict[str, Any]:
     if UNKNOWN in found and len(found) == 1:
         warnings.append("it is not recorded which grader gave the rewards of this store; the new ones say it")
     if failures:
-        warnings.append(f"{len(failures)} of {len(pairs)} samples got no reward from {grader}; the first: {failures[0]}")
+        warnings.append(
+            f"{len(failures)} of {len(pairs)} samples got no reward from {grader}; the first: {failures[0]}"
+        )
     return {
         "grader": grader,
         "exams": {name: list(versions) for name, versions in found.items()},

@@ -33,7 +33,8 @@ def regrade(
     timeout: Annotated[float, typer.Option(help="Seconds for a sample; longer is a failure, not a 0")] = 30.0,
     out: Annotated[Path | None, typer.Option(help="Also write both rewards of each sample, one JSON a line")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Grade and show, write nothing to the store; works while a run has it open")
+        bool,
+        typer.Option("--dry-run", help="Grade and show, write nothing to the store; works while a run has it open"),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as the last line of stdout")] = False,
 ) -> None:
@@ -50,7 +51,7 @@ def regrade(
     made = make_grader(grader)
     if not isinstance(getattr(made, "version", None), str):
         raise ValueError(
-            f"grader: {grader} has no version, and nobody could tell its rewards from those of its next change: give it "
+            f"grader: {grader} has no version: its rewards could not be told from those of its next change; give it "
             'attributes, such as grade.name = "mine"; grade.version = "1"'
         )
     if out is not None and not out.absolute().parent.is_dir():
@@ -85,7 +86,7 @@ def regrade(
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     what = "would be kept" if dry_run else "were kept"
     console.print(
-        f"{found['graded']:,} rewards of {label} {what} beside the recorded ones; {found['known']:,} were known before.",
+        f"{found['graded']:,} rewards of {label} {what} beside the recorded ones; {found['known']:,} were known.",
         highlight=False,
         soft_wrap=True,
     )

@@ -3,9 +3,9 @@
 `reasoning_gym` is imported when the first task is made (about 1.5 s), so importing this module is cheap.
 
 How an answer is read out of a free-form response: `trainer_adapter.rewards.answers`. The score is the dataset's own
-`score_answer`, with one exception: some verifiers pay partial credit because the expected digits occur in the answer (13
-for 3, -5 for 5) or because any number was given. A number that is not the expected number, and that its verifier does
-not accept in full, scores 0.
+`score_answer`, with one exception: some verifiers pay partial credit because the expected digits occur in the answer
+(13 for 3, -5 for 5) or because any number was given. A number that is not the expected number, and that its verifier
+does not accept in full, scores 0.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def grade(task: Task, text: str) -> float:
 
 
 grade_request = ReasoningGymGrader()
-"""As a grader with a name and a version: the group's task is the `Task`. Scores as `grade` does; a verifier that gives no
-finite score leaves the sample without a reward."""
+"""As a grader with a name and a version: the group's task is the `Task`. Scores as `grade` does; a verifier that gives
+no finite score leaves the sample without a reward."""
 
 
 def verdict(task: Task, text: str) -> Grade:

@@ -74,7 +74,9 @@ def forget(connection: sqlite3.Connection, row: int) -> None:
     connection.execute("DELETE FROM grades WHERE sample_id = ?", (row,))
 
 
-def load(connection: sqlite3.Connection, where: str, values: Sequence[Any]) -> tuple[dict[str, list[Regrade]], list[str]]:
+def load(
+    connection: sqlite3.Connection, where: str, values: Sequence[Any]
+) -> tuple[dict[str, list[Regrade]], list[str]]:
     """Of the groups g for which `where` holds: by sample, oldest first, and which are damaged (they are left out)."""
     query = (
         "SELECT s.name, r.checksum, r.grader, r.reward, r.failure, r.details, r.time FROM groups g JOIN samples s"

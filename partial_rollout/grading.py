@@ -407,7 +407,7 @@ def fixed(token_ids: Any) -> tuple[int, ...]:
 
 
 def grader_name(grader: Grader) -> str:
-    """`name@version` of its attributes, or the version alone; else its qualified name (a partial's is the function's)."""
+    """`name@version` of its attributes, or the version alone; else its qualified name (of a partial its function's)."""
     name, version = getattr(grader, "name", None), getattr(grader, "version", None)
     if isinstance(version, str):
         return f"{name}@{version}" if isinstance(name, str) else version

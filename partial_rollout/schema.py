@@ -143,7 +143,8 @@ def add_graders(connection: sqlite3.Connection) -> None:
 
 
 _STATE_2 = (
-    "status, finish_reason, stop_reason, failure, num_tokens, segments, submitted, first_token, finished, running, reward"
+    "status, finish_reason, stop_reason, failure, num_tokens, segments, submitted, first_token, finished, running,"
+    " reward"
 )
 
 

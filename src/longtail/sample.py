@@ -89,8 +89,8 @@ class Sample:
     grade_failure: str | None = None
     """Why it has no reward: the grader timed out, crashed or raised."""
     grader: str | None = None
-    """Name and version of what gave the reward or failed to (`math@1-0d9c4e21`; `environment`): rewards of two graders are
-    of two exams."""
+    """Name and version of what gave the reward or failed to (`math@1-0d9c4e21`; `environment`): rewards of two graders
+    are of two exams."""
     grade_details: dict[str, Any] | None = None
     """What the grader said beside the reward (the answer that it read, the parts of a sum): what JSON can say."""
     multi_turn: bool = False

@@ -70,7 +70,8 @@ def test_both_rewards_are_kept(tmp_path: Path) -> None:
     third = new("a/0", -0.0, "other@1", time=3.0)
     regrade(tmp_path, new("a/0", 0.75), failed, again, third)  # a grader's later word replaces its earlier one
     assert stored(tmp_path) == {"a/0": [again, third], "a/1": [failed]}
-    assert math.copysign(1.0, stored(tmp_path)["a/0"][1].reward or 0.0) == -1.0
+    negative = stored(tmp_path)["a/0"][1].reward
+    assert negative is not None and math.copysign(1.0, negative) == -1.0
     with opened(tmp_path) as store:
         assert [s.reward for s in next(iter(store)).samples] == [0.0, 1.0]
         shown = details(store._database, "a/0")
@@ -125,7 +126,9 @@ def test_damage_is_noticed(column: str, tmp_path: Path) -> None:
     build(tmp_path)
     regrade(tmp_path, new("a/0", None, details={"a": 1}, time=4.0))
     with raw(tmp_path) as connection:
-        value = {"grader": "math@9", "reward": 0.5, "failure": "no", "details": "{}", "time": 5.0, "checksum": 1}[column]
+        value = {"grader": "math@9", "reward": 0.5, "failure": "no", "details": "{}", "time": 5.0, "checksum": 1}[
+            column
+        ]
         connection.execute(f"UPDATE grades SET {column} = ?", (value,))
     assert stored(tmp_path) == {}
     database = Database(tmp_path, read_only=True)

@@ -301,7 +301,7 @@ def test_tests_that_do_not_ask_the_program_are_an_error() -> None:
 
 
 def test_without_a_sandbox_there_is_no_version_and_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_module.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     sandbox_module._check.cache_clear()
     try:
         for call in (lambda: GRADER.version, lambda: GRADER(ask("print(1)", DOUBLE)), lambda: GRADER(ask("x=1", ADD))):

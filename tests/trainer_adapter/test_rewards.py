@@ -16,8 +16,18 @@ from typing import Any
 import pytest
 
 from longtail.errors import GradeError
-from longtail.partial_rollout.grading import GradeRequest, GraderPool
-from longtail.trainer_adapter.rewards import combine, grader, gym, math_answers, patterns, programs, units
+from longtail.partial_rollout.grading import Grade, GradeRequest, GraderPool
+from longtail.trainer_adapter.rewards import (
+    answers,
+    combine,
+    grader,
+    gym,
+    math_answers,
+    patterns,
+    programs,
+    rooms,
+    units,
+)
 from longtail.trainer_adapter.rewards.answers import behind, last_boxed, marked_answer
 from longtail.trainer_adapter.rewards.combine import CombinedGrader, Part
 from longtail.trainer_adapter.rewards.exams import exams, mixed, ranges
@@ -168,8 +178,9 @@ def test_an_alarm_of_the_caller_goes_on() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("12", "12"), ("-1,234.5", "-2469/2"), ("3/4", "3/4"), ("50%", "1/2"), ("2e3", "2000"), ("$7", "7"), (".5", "1/2"),
-        ("5.", "5"), ("\u22123", "-3"), ("1/0", None), ("1,23", None), ("10**9", None), ("nan", None), ("", None),
+        ("12", "12"), ("-1,234.5", "-2469/2"), ("3/4", "3/4"), ("50%", "1/2"), ("2e3", "2000"), ("$7", "7"),
+        (".5", "1/2"), ("5.", "5"), ("\u22123", "-3"), ("1/0", None), ("1,23", None),
+        ("10**9", None), ("nan", None), ("", None),
     ],
 )  # fmt: skip
 def test_number_of(text: str, value: str | None) -> None:
@@ -365,7 +376,9 @@ def test_a_version_is_the_same_in_every_process() -> None:
     import sys
 
     code = "from longtail.trainer_adapter.rewards import FormatGrader; print(FormatGrader(tags=('a', 'b')).label)"
-    found = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in "ab"}
+    found = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in "ab"
+    }
     assert found == {FormatGrader(tags=("a", "b")).label + "\n"}
 
 
@@ -373,7 +386,8 @@ def test_the_package_is_light() -> None:
     import subprocess
     import sys
 
-    code = "import sys, longtail.trainer_adapter.rewards; print({'torch', 'sympy', 'pint', 'reasoning_gym'} & set(sys.modules))"
+    heavy = {"torch", "sympy", "pint", "reasoning_gym", "jsonschema"}
+    code = f"import sys, longtail.trainer_adapter.rewards; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -390,15 +404,27 @@ def code_of(module: Any) -> str:
     return hashlib.blake2b(ast.dump(tree).encode(), digest_size=4).hexdigest()
 
 
-CODE: dict[str, str] = {}
+MODULES = (answers, math_answers, gym, patterns, units, combine, programs, rooms)
+CODE = {
+    "answers": "435b55ef",
+    "math_answers": "c6df4633",
+    "gym": "50e742ba",
+    "patterns": "4e56f7aa",
+    "units": "8e837542",
+    "combine": "2d57061c",
+    "programs": "e25bbeff",
+    "rooms": "54feaf15",
+}
 """A change of this code may change rewards. If it does, raise `revision` of the graders in it; then write the hash that
 the test names here."""
 
 
-@pytest.mark.parametrize("module", [math_answers, gym, patterns, units, combine, programs], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
 def test_a_change_of_a_graders_code_is_noticed(module: Any) -> None:
     name = module.__name__.rpartition(".")[2]
-    assert CODE.get(name) == code_of(module), f"{name}: raise its graders' revision if rewards change; then {code_of(module)}"
+    assert CODE.get(name) == code_of(module), (
+        f"{name}: raise its graders' revision if rewards change; then {code_of(module)}"
+    )
 
 
 # ---- exams
@@ -421,13 +447,15 @@ def test_in_a_pools_processes() -> None:
         assert pool.grader == both().label
         pool.submit(request("<think>a</think><answer>5</answer>", {"answer": "5"}, "right"))
         pool.submit(request("<think>a</think><answer>5</answer>", {"answer": "\\frac{"}, "gold"))
-        grades = {}
+        grades: dict[str, Grade] = {}
         while pool.num_pending:
             grades |= {grade.sample_id: grade for grade in pool.wait()}
     right, gold = grades["right"], grades["gold"]
     assert (right.reward, right.failure, right.grader) == (1.25, None, both().label)
     assert right.details is not None and right.details["parts"]["answer"]["value"] == 1.0
-    assert gold.reward is None and gold.failure is not None and "GradeError: part answer: the gold answer" in gold.failure
+    assert (
+        gold.reward is None and gold.failure is not None and "GradeError: part answer: the gold answer" in gold.failure
+    )
 
 
 # ---- wrong settings

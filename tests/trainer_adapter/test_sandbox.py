@@ -21,6 +21,7 @@ import pytest
 
 from longtail.errors import SandboxUnavailable
 from longtail.trainer_adapter.rewards import sandbox as module
+from longtail.trainer_adapter.rewards.cgroup import ControlGroup
 from longtail.trainer_adapter.rewards.sandbox import Limits, Sandbox
 from longtail.trainer_adapter.rewards.seccomp import filter_for
 
@@ -162,7 +163,7 @@ def test_memory_of_many_processes_together(nothing_left: None) -> None:
 
 @needs_sandbox
 def test_memory_is_watched_without_a_control_group(monkeypatch: pytest.MonkeyPatch, nothing_left: None) -> None:
-    monkeypatch.setattr(module.ControlGroup, "around", lambda *_: None)
+    monkeypatch.setattr(ControlGroup, "around", lambda *_: None)
     outcome = run(GREEDY_FAMILY, FAMILY_SANDBOX)
     assert outcome.stopped == "memory" and outcome.seconds < 15, outcome
 
@@ -332,7 +333,7 @@ Sandbox().run("import time; time.sleep(60)")
 
 
 def test_without_bubblewrap_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     module._check.cache_clear()
     try:
         with pytest.raises(SandboxUnavailable, match="apt-get install bubblewrap"):

@@ -44,7 +44,7 @@ class CombinedGrader(Grader):
             for attribute in ("name", "version"):
                 if not isinstance(getattr(part.grader, attribute, None), str):
                     raise ValueError(
-                        f"grader of part {part.name!r} has no {attribute}: without one, nobody sees that the exam changed"
+                        f"grader of part {part.name!r} has no {attribute}, by which a changed exam is known"
                     )
 
     def __call__(self, request: Request) -> Score:

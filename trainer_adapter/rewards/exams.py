@@ -23,8 +23,8 @@ def mixed(found: Mapping[str, tuple[int, ...]]) -> str | None:
     ordered = sorted(found.items(), key=lambda item: item[1])
     who = "; ".join(f"{grader} graded policy versions {ranges(versions)}" for grader, versions in ordered)
     return (
-        f"these rewards are of {len(found)} exams, and a curve through them shows no progress: {who}. Grade all of them "
-        "with one grader: longtail regrade"
+        f"these rewards are of {len(found)} exams, and a curve through them shows no progress: {who}. Grade all "
+        "of them with one grader: longtail regrade"
     )
 
 

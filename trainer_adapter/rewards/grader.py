@@ -8,7 +8,8 @@ A request has `task` (what the prompt's group carries) and `text` (the decoded r
 `partial_rollout.grading.GradeRequest` has; the pool there runs graders in processes with a timeout.
 
 Three things that a grader tells apart: a wrong answer is a score (with a reason in its details); a task that cannot be
-graded is a `GradeError` (no reward, for it says nothing of the policy); a grader that is set up wrongly is a ValueError.
+graded is a `GradeError` (no reward, for it says nothing of the policy); a grader that is set up wrongly is a
+ValueError.
 """
 
 from __future__ import annotations

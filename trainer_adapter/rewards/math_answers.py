@@ -80,7 +80,9 @@ class MathGrader(Grader):
             except Exception as error:  # sympy on free text: whatever it raises says that this is not the answer
                 return Score(0.0, answer=(marked or "").strip(), reason=f"{type(error).__name__}: {error}"[:200])
             except _timed_out() as error:
-                return Score(0.0, answer=(marked or "").strip(), reason=f"took longer than {self.timeout} s ({error})"[:200])
+                return Score(
+                    0.0, answer=(marked or "").strip(), reason=f"took longer than {self.timeout} s ({error})"[:200]
+                )
         shown = str(answer[0])[:200]
         return Score(1.0, answer=shown) if equal else Score(0.0, answer=shown, reason="not the gold answer")
 
@@ -92,7 +94,9 @@ class MathGrader(Grader):
         except _timed_out() as error:
             raise GradeError(f"the gold answer {text!r} took longer than {self.timeout} s to read") from error
         if not gold:
-            raise GradeError(f"the gold answer {text!r} cannot be read as mathematics; correct the task's {self.gold!r}")
+            raise GradeError(
+                f"the gold answer {text!r} cannot be read as mathematics; correct the task's {self.gold!r}"
+            )
         return gold
 
     def _read(self, text: str, *, is_answer: bool) -> list[Any]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
+from longtail.errors import GradeError
 from longtail.trainer_adapter.rewards.answers import behind
 from longtail.trainer_adapter.rewards.grader import (
     Grader,
@@ -20,7 +21,6 @@ from longtail.trainer_adapter.rewards.grader import (
     gold_text,
     library_version,
 )
-from longtail.errors import GradeError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,8 @@ class RegexGrader(Grader):
         pattern = _compiled(self.pattern)
         group = self.group if self.group is not None else min(pattern.groups, 1)
         match = None
-        for match in pattern.finditer(behind(request.text, self.after)):
+        for one in pattern.finditer(behind(request.text, self.after)):
+            match = one
             if self.which == "first":
                 break
         found = None if match is None else match[group]

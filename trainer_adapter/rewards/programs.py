@@ -50,7 +50,7 @@ class CodeGrader(Grader):
     """Standard output: without white space at the ends of lines and empty lines at the end, or byte for byte."""
     tolerance: float = 1e-9
     """Relative, for floats that calls return."""
-    sandbox: Sandbox = Sandbox()
+    sandbox: Sandbox = dataclasses.field(default_factory=Sandbox)
 
     def __post_init__(self) -> None:
         check_choice("credit", self.credit, ("all", "share"))
@@ -168,7 +168,9 @@ class CodeGrader(Grader):
 def program_of(text: str, *, fenced: bool = False) -> str:
     """The last fenced block that names Python, else the last one, else (unless fenced) all of the text. A block that is
     not closed goes to the end."""
-    blocks = re.findall(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", text, flags=re.DOTALL | re.MULTILINE
+    )
     named = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
     if named or blocks:
         return named[-1] if named else blocks[-1][1]

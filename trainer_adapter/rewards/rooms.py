@@ -5,13 +5,13 @@
 
 The candidate's room holds its program and gets the arguments of one call after another: there is no test in it to read,
 no comparison to patch, no verdict to print. Values travel as JSON with the types of Python's literals; what comes back
-is rebuilt from those types alone, so that a result cannot bring an `__eq__` of its own. The examiner's room does nothing
-for the candidate but read its answers.
+is rebuilt from those types alone, so that a result cannot bring an `__eq__` of its own. The examiner's room does
+nothing for the candidate but read its answers.
 
 These texts run inside the sandbox, on any Python 3.8 or newer; nothing here is imported by them.
 """
 
-CODEC = '''
+CODEC = """
 import json
 
 def encode(value, depth=0):
@@ -47,11 +47,11 @@ def decode(value):
     if kind == "complex":
         return complex(content, value[2])
     raise ValueError("no value of this kind")
-'''
+"""
 
 DRIVER = (
     CODEC
-    + '''
+    + """
 import os
 import sys
 
@@ -87,7 +87,7 @@ def main():
         say(**reply)
 
 main()
-'''
+"""
 )
 
 EXAMINER = (
@@ -168,7 +168,8 @@ def same(a, b, tolerance):
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return a == b or math.isclose(a, b, rel_tol=tolerance, abs_tol=0.0) if isinstance(a, float) or isinstance(b, float) else a == b
+        is_float = isinstance(a, float) or isinstance(b, float)
+        return a == b or (is_float and math.isclose(a, b, rel_tol=tolerance))
     return type(a) is type(b) and a == b
 
 def free_names(tree):

@@ -169,7 +169,18 @@ class Sandbox:
         for name in files:
             if not name or "/" in name or name.startswith(".") or name == INPUT:
                 raise ValueError(f"files must be named without folders, and none {INPUT!r}, not {name!r}")
-        command = ["/bin/sh", "-c", FIRST, f"{WORK}/{INPUT}", *self.limits.command(), self._python(), "-I", "-B", f"{WORK}/{script}", *arguments]
+        command = [
+            "/bin/sh",
+            "-c",
+            FIRST,
+            f"{WORK}/{INPUT}",
+            *self.limits.command(),
+            self._python(),
+            "-I",
+            "-B",
+            f"{WORK}/{script}",
+            *arguments,
+        ]
         running = Running(self, command, {**files, INPUT: stdin}, descriptors, keep_output)
         try:
             yield running

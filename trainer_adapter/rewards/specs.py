@@ -1,9 +1,10 @@
-"""Graders by name and settings, as a command line or a file of settings gives them.
+"""Graders by name and settings, as a command line or a file of settings gives them:
 
-    math                                  math:{"gold": "final", "after": "</think>"}
+    math
+    math:{"gold": "final", "after": "</think>"}
     regex:{"pattern": "= (\\\\d+)", "compare": "numeric"}
-    my_package.my_module.grade            a function, or an object like those here
-    grader.toml                           name = "combine" and its settings:
+    my_package.my_module.grade      a function, or an object like those here
+    grader.toml                     grader = "math" and its settings; of a sum
 
         grader = "combine"
         [parts.answer]
@@ -12,6 +13,8 @@
         grader = "format"
         weight = 0.1
         tags = ["think", "answer"]
+
+Settings behind a colon are JSON.
 """
 
 from __future__ import annotations
@@ -65,7 +68,9 @@ def make_grader(spec: str | Mapping[str, Any]) -> Any:
         try:
             settings = json.loads(rest)
         except ValueError as error:
-            raise ValueError(f"grader: the settings in {spec!r} are no JSON ({error}); for example {_EXAMPLE}") from error
+            raise ValueError(
+                f"grader: the settings in {spec!r} are no JSON ({error}); for example {_EXAMPLE}"
+            ) from error
         if not isinstance(settings, dict):
             raise ValueError(f"grader: the settings in {spec!r} must be a JSON object; for example {_EXAMPLE}")
     return _from_settings({"grader": name.strip(), **settings})

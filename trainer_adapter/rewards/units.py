@@ -13,11 +13,14 @@ from longtail.trainer_adapter.rewards.answers import behind, marked_answer
 from longtail.trainer_adapter.rewards.grader import Grader, Request, Score, check_tolerance, gold_text
 from longtail.trainer_adapter.rewards.patterns import number_of
 
-_NUMBER = r"[-+\u2212]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}|\s*[x\u00d7]\s*10\^?[-+]?\d{1,3})?"
-_UNIT = r"[^\W\d_]|[\u00b0\u00b5\u03bc\u2126%]"
-_QUANTITY = re.compile(rf"(?P<number>{_NUMBER})\s*(?P<unit>(?:{_UNIT})[^\n,;:!?()=<>$]*|)")
+_QUANTITY = re.compile(
+    r"(?<![\w^.])(?P<number>[-+\u2212]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?:[eE][-+]?\d{1,3}(?!\w)|\s*[x\u00d7]\s*10\^?[-+]?\d{1,3})?)\s*(?=(?P<unit>[^\n,;:!?=<>]*))"
+)
+"""A number that is no exponent, and what stands behind it: where its unit starts, if it has one."""
 _POWER_OF_TEN = re.compile(r"\s*[x\u00d7]\s*10\^?")
-_SUPERSCRIPTS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
+_SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b"
+_PLAIN_SCRIPTS = str.maketrans(_SUPERSCRIPTS, "0123456789-")
 MAX_EXPONENT = 12
 """Of a unit: m^3 is one, and m^999999999 would take for ever."""
 MAX_WORDS = 6
@@ -79,7 +82,7 @@ def _last_quantity(text: str, *, whole: bool = False) -> Any:
     """pint's quantity; None if there is none. whole: it is all of the text."""
     cleaned = _plain(text)
     matches = list(_QUANTITY.finditer(cleaned))
-    if whole and (len(matches) != 1 or matches[0].start() != 0 or matches[0].end() != len(cleaned)):
+    if whole and (len(matches) != 1 or matches[0].start() or matches[0].end() + len(matches[0]["unit"]) < len(cleaned)):
         return None
     for match in reversed(matches):
         magnitude = number_of(_POWER_OF_TEN.sub("e", match["number"]))
@@ -96,14 +99,15 @@ def _last_quantity(text: str, *, whole: bool = False) -> Any:
 
 def _plain(text: str) -> str:
     """LaTeX's ways to write a quantity (5\\,\\text{km}, 3\\cdot10^{4}) as plain text."""
-    text = re.sub(r"\\(?:text|mathrm|operatorname|unit|textrm)\s*\{([^{}]*)\}", r" \1", text.translate(_SUPERSCRIPTS))
-    text = re.sub(r"\\(?:cdot|times)\s*10\s*\^?\s*\{?\s*([-+]?\d+)\s*\}?", r"e\1", text)
+    text = re.sub(r"\^\s*\{?\s*\\?circ\s*\}?\s*", "\u00b0", text)
+    text = re.sub(r"\^\s*\{([^{}]*)\}", r"^\1", text)
+    text = re.sub(r"\\(?:text|mathrm|operatorname|unit|textrm)\s*\{([^{}]*)\}", r" \1", text)
+    text = re.sub(f"[{_SUPERSCRIPTS}]+", lambda found: "^" + found[0].translate(_PLAIN_SCRIPTS), text)
+    text = re.sub(r"\\(?:cdot|times)\s*10\s*\^?\s*([-+]?\d+)", r"e\1", text)
     text = re.sub(r"(?<=\d)\s+e(?=[-+]?\d)", "e", text)
     text = re.sub(r"\\(?:cdot|times)", " * ", text)
-    text = re.sub(r"\^\s*\{?\s*\\?circ\s*\}?\s*", "\u00b0", text)
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"(\1)/(\2)", text)
     text = re.sub(r"\\[,;:! ]|[~$]|\\left|\\right", " ", text)
-    text = re.sub(r"\^\s*\{([^{}]*)\}", r"^\1", text)
     return text.strip().rstrip(".").strip()
 
 
