@@ -16,8 +16,9 @@ from longtail.trainer_adapter.rewards.sandbox import Limits, Sandbox
 
 __all__ = ["nothing_left"]
 
-GRADER = CodeGrader(sandbox=Sandbox(limits=Limits(seconds=4.0, cpu_seconds=3)))
+GRADER = CodeGrader(sandbox=Sandbox(limits=Limits(seconds=60.0, cpu_seconds=5)))
 SHARE = dataclasses.replace(GRADER, credit="share")
+HASTY = dataclasses.replace(GRADER, sandbox=Sandbox(limits=Limits(seconds=6.0, cpu_seconds=2)))
 
 ADD: list[Any] = [
     {"call": "add", "args": [1, 2], "returns": 3},
@@ -234,9 +235,9 @@ HOSTILE = {
 def test_a_hostile_program_earns_nothing(name: str, nothing_left: None) -> None:
     """Of the third test, whose answer is 15, when it comes first: what a program without it can never return."""
     tests = [ADD[2], *ADD]
-    score = GRADER(ask(HOSTILE[name], tests))
+    score = HASTY(ask(HOSTILE[name], tests))
     assert score == 0.0 and score.details["reason"], (name, score.details)
-    assert SHARE(ask(HOSTILE[name], [ADD[2]])) == 0.0
+    assert dataclasses.replace(HASTY, credit="share")(ask(HOSTILE[name], [ADD[2]])) == 0.0
 
 
 PRINTERS = {
@@ -264,7 +265,7 @@ PRINTERS = {
 @needs_sandbox
 @pytest.mark.parametrize("name", PRINTERS)
 def test_a_printer_that_does_not_compute_earns_nothing(name: str, nothing_left: None) -> None:
-    score = GRADER(ask(PRINTERS[name], list(reversed(DOUBLE))))
+    score = HASTY(ask(PRINTERS[name], list(reversed(DOUBLE))))
     assert score == 0.0 and score.details["reason"], score.details
 
 

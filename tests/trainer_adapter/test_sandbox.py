@@ -35,7 +35,7 @@ def why_not() -> str | None:
 
 
 needs_sandbox = pytest.mark.skipif(why_not() is not None, reason=f"no sandbox: {why_not()}")
-SMALL = Limits(seconds=4.0, cpu_seconds=3, memory_bytes=256 << 20, total_memory_bytes=256 << 20, output_bytes=1 << 16)
+SMALL = Limits(seconds=60.0, cpu_seconds=30, memory_bytes=256 << 20, total_memory_bytes=256 << 20, output_bytes=1 << 16)
 
 
 def children() -> set[str]:
@@ -100,7 +100,9 @@ def test_its_own_end_is_told(nothing_left: None) -> None:
 )
 def test_limits(code: str, failure: str, nothing_left: None) -> None:
     start = time.monotonic()
-    limits = dataclasses.replace(SMALL, seconds=60.0, cpu_seconds=1) if "CPU" in failure else SMALL
+    limits = SMALL
+    if "time" in failure:
+        limits = dataclasses.replace(SMALL, **({"seconds": 3.0} if "wall" in failure else {"cpu_seconds": 1}))
     outcome = run(code, Sandbox(limits=limits))
     assert outcome.failure is not None and failure in outcome.failure, outcome
     assert len(outcome.stdout) <= SMALL.output_bytes and len(outcome.stderr) <= SMALL.output_bytes
@@ -120,7 +122,8 @@ def test_a_fork_bomb(nothing_left: None) -> None:
                 except OSError:
                     pass
         bomb()
-        """
+        """,
+        Sandbox(limits=dataclasses.replace(SMALL, seconds=4.0)),
     )
     assert outcome.stopped is not None or outcome.exit_code, outcome
 
@@ -139,7 +142,7 @@ def test_no_more_processes_than_the_limit(nothing_left: None) -> None:
         except BlockingIOError:
             print(made)
         """,
-        Sandbox(limits=Limits(processes=5)),
+        Sandbox(limits=dataclasses.replace(SMALL, processes=5)),
     )
     assert outcome.stdout == b"4\n"  # and the program itself
 
@@ -152,20 +155,20 @@ for _ in range(8):
         time.sleep(30)
 time.sleep(30)
 """
-FAMILY_SANDBOX = Sandbox(limits=Limits(memory_bytes=256 << 20, total_memory_bytes=200 << 20, seconds=20.0))
+FAMILY_SANDBOX = Sandbox(limits=Limits(memory_bytes=256 << 20, total_memory_bytes=200 << 20, seconds=60.0))
 
 
 @needs_sandbox
 def test_memory_of_many_processes_together(nothing_left: None) -> None:
     outcome = run(GREEDY_FAMILY, FAMILY_SANDBOX)
-    assert outcome.stopped == "memory" and outcome.seconds < 15, outcome
+    assert outcome.stopped == "memory" and outcome.seconds < 25, outcome
 
 
 @needs_sandbox
 def test_memory_is_watched_without_a_control_group(monkeypatch: pytest.MonkeyPatch, nothing_left: None) -> None:
     monkeypatch.setattr(ControlGroup, "around", lambda *_: None)
     outcome = run(GREEDY_FAMILY, FAMILY_SANDBOX)
-    assert outcome.stopped == "memory" and outcome.seconds < 15, outcome
+    assert outcome.stopped == "memory" and outcome.seconds < 25, outcome
 
 
 @needs_sandbox
@@ -304,7 +307,7 @@ def test_daemons_end_with_the_program(nothing_left: None) -> None:
         """
     )
     assert (outcome.stdout, outcome.failure) == (b"done\n", None)
-    assert time.monotonic() - start < SMALL.seconds  # nothing waits for them
+    assert time.monotonic() - start < 40  # nothing waits for them
 
 
 @needs_sandbox

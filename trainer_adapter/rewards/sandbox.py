@@ -59,8 +59,9 @@ Stopped = Literal["wall time", "output", "memory"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    seconds: float = 10.0
-    """Of wall time, for everything."""
+    seconds: float = 20.0
+    """Of wall time, for everything. Well above `cpu_seconds`, so that a busy machine does not decide; and below the
+    timeout of a `GraderPool`, which leaves a sample without a reward."""
     cpu_seconds: int = 10
     """Of each process."""
     memory_bytes: int = 512 << 20
