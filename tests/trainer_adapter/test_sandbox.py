@@ -129,7 +129,10 @@ def test_a_fork_bomb(nothing_left: None) -> None:
 
 
 @needs_sandbox
-def test_no_more_processes_than_the_limit(nothing_left: None) -> None:
+@pytest.mark.parametrize("grouped", [True, False], ids=["with a control group", "without"])
+def test_no_more_processes_than_the_limit(grouped: bool, monkeypatch: pytest.MonkeyPatch, nothing_left: None) -> None:
+    if not grouped:
+        monkeypatch.setattr(ControlGroup, "around", lambda *_: None)
     outcome = run(
         """
         import os, time
