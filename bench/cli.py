@@ -15,6 +15,7 @@ from rich.console import Console
 from longtail.bench import (
     calibrate_cli,
     lengths_cli,
+    regrade_cli,
     report_cli,
     scheduling_cli,
     simulate_cli,
@@ -43,6 +44,7 @@ bench.command("staleness")(staleness_cli.staleness)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
 calibrate_cli.register(app)
+regrade_cli.register(app)
 report_cli.register(app)
 simulate_cli.register(app)
 console = Console(stderr=True)

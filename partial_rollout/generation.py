@@ -28,7 +28,7 @@ from longtail.partial_rollout.staleness import StalenessRule, enforce, hand_over
 from longtail.partial_rollout.store import SampleStore
 from longtail.partial_rollout.strategies.base import Strategy
 from longtail.partial_rollout.workers import Workers
-from longtail.sample import FinishReason, Group, Sample
+from longtail.sample import ENVIRONMENT, FinishReason, Group, Sample
 
 Refill = Callable[[], Group | None]
 
@@ -318,8 +318,11 @@ class Generation(Slots):
 
     def _graded(self, sample: Sample, grade: Grade) -> None:
         sample.reward, sample.grade_failure = grade.reward, grade.failure
+        sample.grader = grade.grader
+        sample.grade_details = None if grade.details is None else dict(grade.details)
         value = float("nan") if grade.reward is None else grade.reward
-        self._emit("grade", sample, value=value, detail=grade.failure or "")
+        detail = grade.grader if grade.failure is None else f"{grade.grader}: {grade.failure}"
+        self._emit("grade", sample, value=value, detail=detail)
         self.store.watch([sample])
         self._done(sample)
 
@@ -335,7 +338,7 @@ class Generation(Slots):
             self._fail(sample, turn.failure or "")
             return
         if turn.observation.reward is not None:
-            sample.reward = turn.observation.reward
+            sample.reward, sample.grader = turn.observation.reward, ENVIRONMENT
         if turn.observation.done:
             self._finish(sample, "stop")
             return

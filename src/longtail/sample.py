@@ -88,6 +88,11 @@ class Sample:
     reward: float | None = None
     grade_failure: str | None = None
     """Why it has no reward: the grader timed out, crashed or raised."""
+    grader: str | None = None
+    """Name and version of what gave the reward or failed to (`math@1-0d9c4e21`; `environment`): rewards of two graders
+    are of two exams."""
+    grade_details: dict[str, Any] | None = None
+    """What the grader said beside the reward (the answer that it read, the parts of a sum): what JSON can say."""
     multi_turn: bool = False
     """Whether a stop (EOS, stop id, stop string) ends a turn of it and not the sample: the engine then takes it out,
     and it goes on when its environment has answered. Length caps, which observations count towards, still finish it."""
@@ -219,7 +224,8 @@ class Sample:
         if self.routed_experts is not None:
             self.routed_experts.truncate(max(self.num_tokens - 1, 0))
         self.masked = min(self.masked, length)
-        self.finish_reason = self.failure = self.reward = self.grade_failure = self.snapshot = None
+        self.finish_reason = self.failure = self.snapshot = None
+        self.reward = self.grade_failure = self.grader = self.grade_details = None
         if not self.turn_ended:
             self.stop_reason = None
         self.timings.finished = None

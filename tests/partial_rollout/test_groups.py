@@ -180,6 +180,8 @@ def test_a_grader_that_fails_is_data() -> None:
     first, second = bench.groups["a"].samples
     assert (first.status, first.reward, first.grade_failure) == ("finished", None, "timed out after 30 s")
     assert second.reward == 1.0
+    assert first.grader == second.grader == "toy"
+    assert [e.detail for e in bench.events if e.kind == "grade"] == ["toy: timed out after 30 s", "toy"]
 
 
 # ---- environments
@@ -218,6 +220,7 @@ def test_hundreds_of_samples_wait_for_their_environment() -> None:
         assert sample.versions == [0] * 5 + [-1] * 3 + [0] * 5
         assert sample.loss_mask == [True] * 5 + [False] * 3 + [True] * 5
         assert (sample.status, sample.finish_reason, sample.reward) == ("finished", "stop", 0.25)
+        assert sample.grader == "environment"
     ledger = rollout.store.ledger
     assert (ledger.generated, ledger.lines["trained"], ledger.beside["recomputed"]) == (3000, 3000, 0)
     waited = [e for e in events if e.kind == "wait"]
