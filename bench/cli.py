@@ -15,6 +15,7 @@ from rich.console import Console
 from longtail.bench import (
     calibrate_cli,
     lengths_cli,
+    pairs_cli,
     report_cli,
     scheduling_cli,
     simulate_cli,
@@ -42,6 +43,7 @@ bench.command("scheduling")(scheduling_cli.scheduling)
 bench.command("staleness")(staleness_cli.staleness)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
+app.add_typer(pairs_cli.app, name="pairs")
 calibrate_cli.register(app)
 report_cli.register(app)
 simulate_cli.register(app)
