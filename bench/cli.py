@@ -14,6 +14,7 @@ from rich.console import Console
 
 from longtail.bench import (
     calibrate_cli,
+    dpo_cli,
     lengths_cli,
     pairs_cli,
     report_cli,
@@ -45,6 +46,7 @@ app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
 app.add_typer(pairs_cli.app, name="pairs")
 calibrate_cli.register(app)
+dpo_cli.register(app)
 report_cli.register(app)
 simulate_cli.register(app)
 console = Console(stderr=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from longtail.partial_rollout.database import Database
     from longtail.sample import Group
     from longtail.trainer_adapter.order_swap import OrderSwap
-    from longtail.trainer_adapter.preferences import LengthBias, Pair
+    from longtail.trainer_adapter.preferences import LengthBias
 
 app = typer.Typer(no_args_is_help=True, help="Preference pairs: from graded groups, and from reviewed files.")
 console = Console(stderr=True)
@@ -84,7 +84,8 @@ def from_store(
     console.print(f"Pairs: {out}", highlight=False, soft_wrap=True)
     if as_json:
         numbers: dict[str, Any] = {"pairs": len(found.pairs), "groups": found.groups, "candidates": found.candidates}
-        print(json.dumps(numbers | found.reasons() | {"length_bias": _plain(bias), "out": str(out)}))
+        numbers |= {"groups_without": found.reasons()["groups"], "samples_left_out": found.reasons()["samples"]}
+        print(json.dumps(numbers | {"length_bias": _plain(bias), "out": str(out)}))
 
 
 @app.command()
@@ -230,12 +231,3 @@ def swap_numbers(swap: OrderSwap) -> dict[str, Any]:
 
 def _plain(bias: LengthBias | None) -> dict[str, Any] | None:
     return None if bias is None else dataclasses.asdict(bias) | {"is_biased": bias.is_biased}
-
-
-def confirmed(pairs: Sequence[Pair]) -> Sequence[Pair]:
-    """Those that a judge confirmed in both orders, or did not see; what is set aside is shown."""
-    from longtail.trainer_adapter.order_swap import order_swap
-
-    swap = order_swap(pairs)
-    show_swap(swap)
-    return swap.kept

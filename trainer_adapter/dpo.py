@@ -89,10 +89,9 @@ class PreferenceBatch:
         return (counts(self.mask, self.lengths).view(-1, 2) > 0).all(1)
 
     def pair_weights(self) -> torch.Tensor:
-        """float [P], of the whole batch: 1 / pairs. Its parts take theirs from it: `part.replace(weights=...)`."""
+        """float64 [P], of the whole batch: 1 / pairs. Its parts take theirs from it: `part.replace(weights=...)`."""
         pairs = self.pairs
-        dtype = torch.get_default_dtype() if self.logprobs is None else self.logprobs.dtype
-        return pairs.to(dtype) / pairs.sum().clamp(min=1)
+        return pairs.double() / pairs.sum().clamp(min=1)
 
     def select(self, chosen: torch.Tensor) -> PreferenceBatch:
         """chosen bool [P] -> those pairs, in their order."""
@@ -192,7 +191,7 @@ def dpo_loss(
     rewards = torch.where(pairs, beta * torch.stack([chosen, rejected]).detach(), 0.0)
     logprobs = torch.where(pairs, sums(now.detach(), batch.lengths).view(-1, 2).T, 0.0)
     return DPOResult(
-        loss=(torch.where(pairs, per_pair, 0.0) * weights).sum(),
+        loss=(torch.where(pairs, per_pair, 0.0) * weights.to(per_pair.dtype)).sum(),
         pairs=pairs.sum(),
         chosen_reward=rewards[0].sum(),
         rejected_reward=rewards[1].sum(),

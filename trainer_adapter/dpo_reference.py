@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reference:
+class ReferenceLogprobs:
     """Log-probabilities of the responses of some pairs, at temperature 1."""
 
     logprobs: tuple[torch.Tensor, ...]
@@ -41,7 +41,7 @@ class Reference:
 
 def reference_logprobs(
     policy: Policy, pairs: Sequence[Pair], *, micro_batch_tokens: int = 8192, cache: Path | None = None
-) -> Reference:
+) -> ReferenceLogprobs:
     """Under the weights that the policy has now. cache: a file that is read where it is of the same weights and pairs,
     and else written. ValueError: a log-probability that is not finite."""
     weights, digest = fingerprint(policy.weights()), digest_of(pairs)
@@ -56,7 +56,7 @@ def reference_logprobs(
     if not logprobs[batch.mask].isfinite().all():
         raise ValueError("reference: gives log-probabilities that are not finite; is the model whole?")
     sizes = batch.lengths.view(-1, 2).sum(1).tolist()
-    made = Reference(logprobs=tuple(logprobs.split(sizes)), weights=weights, pairs=digest)
+    made = ReferenceLogprobs(logprobs=tuple(logprobs.split(sizes)), weights=weights, pairs=digest)
     if cache is not None:
         _write(cache, made)
     return made
@@ -87,7 +87,7 @@ def digest_of(pairs: Sequence[Pair]) -> str:
     return digest.hexdigest()
 
 
-def _read(cache: Path, weights: Fingerprint, pairs: str) -> Reference | None:
+def _read(cache: Path, weights: Fingerprint, pairs: str) -> ReferenceLogprobs | None:
     from safetensors import SafetensorError, safe_open
 
     if not cache.is_file():
@@ -103,10 +103,10 @@ def _read(cache: Path, weights: Fingerprint, pairs: str) -> Reference | None:
         return None  # damaged: it is made again
     if zlib.crc32(logprobs.numpy().data) != int(json.loads(meta.get("checksum", "-1"))):
         return None
-    return Reference(logprobs=tuple(logprobs.split(sizes)), weights=weights, pairs=pairs)
+    return ReferenceLogprobs(logprobs=tuple(logprobs.split(sizes)), weights=weights, pairs=pairs)
 
 
-def _write(cache: Path, made: Reference) -> None:
+def _write(cache: Path, made: ReferenceLogprobs) -> None:
     from safetensors.torch import save_file
 
     logprobs = made.of(range(len(made.logprobs)))

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from longtail.trainer_adapter.policy import Policy
 
 from longtail.trainer_adapter.dpo import DPOKind, DPOResult, PreferenceBatch, dpo_loss
-from longtail.trainer_adapter.dpo_reference import Reference, need_inputs, reference_logprobs
-from longtail.trainer_adapter.policy import Policy
+from longtail.trainer_adapter.dpo_reference import ReferenceLogprobs, need_inputs, reference_logprobs
 from longtail.trainer_adapter.preferences import Pair
 from longtail.trainer_adapter.updates import UpdateConfig, Updater
 
@@ -72,7 +72,7 @@ class DPOFigures:
     pairs: int
     loss: float
     accuracy: float
-    """Share of the pairs whose chosen response has the higher reward; equal ones, as before the first update, do not."""
+    """Share of the pairs whose chosen response has the higher reward, not an equal one as before the first update."""
     margin: float
     """Reward of the chosen response minus that of the rejected one."""
     chosen_reward: float
@@ -124,8 +124,8 @@ class DPOTrainer:
     """Owns the optimiser; the policy's weights change in `step` only.
 
     policy: its weights, as they are at construction, are the reference, unless another policy is given as one.
-    held_out: pairs that `evaluate` measures. cache: file for what the reference says of all pairs; a run that is resumed
-    gives it, and the weights it started from. optimiser: over policy.parameters(); None: AdamW of `config`.
+    held_out: pairs that `evaluate` measures. cache: file for what the reference says of all pairs; a resumed run has it,
+    and starts from the same weights again. optimiser: over policy.parameters(); None: AdamW of `config`.
 
     ValueError: no pairs, a pair that is in both sets, or a policy with nothing to train."""
 
@@ -150,7 +150,7 @@ class DPOTrainer:
                 f"held_out: {shared} pairs have prompts that are trained on; `preferences.hold_out` keeps prompts apart"
             )
         self.updater = Updater(policy.parameters(), self.config, optimiser)
-        self.reference: Reference = reference_logprobs(
+        self.reference: ReferenceLogprobs = reference_logprobs(
             reference or policy,
             [*self.pairs, *self.held_out],
             micro_batch_tokens=self.config.micro_batch_tokens,

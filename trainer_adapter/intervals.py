@@ -23,8 +23,8 @@ def wilson(share: float, n: float) -> tuple[float, float]:
 
 def paired_difference(values: Sequence[float]) -> tuple[float, float]:
     """Of the mean of values in [-1, 1], such as the difference of two answers of 0 or 1 to one question: the normal
-    interval after a -1 and a +1 are added to the sample (Bonett and Price 2012, "Adjusted Wald confidence interval for a
-    difference of binomial proportions based on paired data"). ValueError: no value, or one outside."""
+    interval after a -1 and a +1 are added to the sample (Bonett and Price 2012, "Adjusted Wald confidence interval for
+    a difference of binomial proportions based on paired data"). ValueError: no value, or one outside."""
     if not values:
         raise ValueError("values is empty; an interval needs at least one")
     for value in values:

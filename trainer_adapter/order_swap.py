@@ -1,7 +1,7 @@
 """Is a preference still one when the responses change places? A judge that likes what it reads first says nothing.
 
-Each pair is shown twice, as (A chosen, B rejected) and as (A rejected, B chosen) (Zheng et al., "Judging LLM-as-a-judge",
-arXiv 2306.05685, section 3.4). Only a judge that picks the chosen response both times confirms it.
+Each pair is shown twice, as (A chosen, B rejected) and as (A rejected, B chosen) (Zheng et al., "Judging
+LLM-as-a-judge", arXiv 2306.05685, section 3.4). Only a judge that picks the chosen response both times confirms it.
 
     verdicts   A B   agrees                          A A   prefers the first, whichever it is
                B A   prefers the rejected response   B B   prefers the second, whichever it is
@@ -60,8 +60,8 @@ class OrderSwap:
 
 
 def order_swap(pairs: Sequence[Pair], judge: Judge | None = None) -> OrderSwap:
-    """judge: asked twice about each pair; without one the verdicts that the pairs have are read, and a pair without them
-    was not asked about. What a judge raises goes to the caller. ValueError: a verdict that is none."""
+    """judge: asked twice about each pair; without one the verdicts that the pairs have are read, and a pair without
+    them was not asked about. What a judge raises goes to the caller. ValueError: a verdict that is none."""
     if judge is not None:
         pairs = [asked(pair, judge) for pair in pairs]
     outcomes = [outcome(pair.verdicts) for pair in pairs]

@@ -1,14 +1,14 @@
-"""Files of preference pairs: JSON Lines or Parquet, one pair a row. Read strictly: a row is taken as it stands or named.
+"""Files of preference pairs, JSON Lines or Parquet, one pair a row. Read strictly: a row is taken as it is, or named.
 
-    prompt, chosen, rejected    token ids; text; or chat messages ({"role", "content"}), of which `chosen` and `rejected`
-                                hold what follows the prompt. Text and messages need a tokenizer
-    prompt_ids, chosen_ids, rejected_ids    the same as token ids (TRL's names)
-    reason                      why the chosen response is the better one
-    verdict_ab, verdict_ba      "A", "B" or "tie": a judge's with the chosen response as A, and with it as B
-    chosen_mask, rejected_mask  1 for each token that is trained on, 0 for what a tool wrote; absent: all are
-    group, chosen_sample, chosen_reward, chosen_grader, chosen_versions, chosen_finish_reason, rejected_...
-                                where it comes from
-    prompt_text, chosen_text, rejected_text    for people; not read
+prompt, chosen, rejected    token ids; text; or chat messages ({"role", "content"}), of which `chosen` and `rejected`
+                            hold what follows the prompt. Text and messages need a tokenizer
+prompt_ids, chosen_ids, rejected_ids    the same as token ids (TRL's names)
+reason                      why the chosen response is the better one
+verdict_ab, verdict_ba      "A", "B" or "tie": a judge's with the chosen response as A, and with it as B
+chosen_mask, rejected_mask  1 for each token that is trained on, 0 for what a tool wrote; absent: all are
+group, chosen_sample, chosen_reward, chosen_grader, chosen_versions, chosen_finish_reason, rejected_...
+                            where it comes from
+prompt_text, chosen_text, rejected_text    for people; not read
 """
 
 from __future__ import annotations
@@ -158,7 +158,10 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             except (ValueError, RecursionError) as error:
                 yield line, str(error)
             else:
-                yield line, row if isinstance(row, dict) else f"is {_kind(row)}; write an object with prompt, chosen, ..."
+                yield (
+                    line,
+                    row if isinstance(row, dict) else f"is {_kind(row)}; write an object with prompt, chosen, ...",
+                )
 
 
 def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -258,7 +261,9 @@ def _is_ids(content: Content) -> bool:
 def _reason(row: Mapping[str, Any], default: str | None) -> str:
     found = _text(row, "reason") or default
     if found is None:
-        raise ValueError("reason: is missing; say why the chosen response is the better one, or give all rows one (--reason)")
+        raise ValueError(
+            "reason: is missing; say why the chosen response is the better one, or give all rows one (--reason)"
+        )
     return found
 
 

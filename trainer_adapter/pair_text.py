@@ -90,8 +90,8 @@ def _messages(prompt: list[dict[str, Any]], contents: Mapping[str, Content], tok
         _check_messages(name, messages)
         if messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
             raise ValueError(
-                f"{name}: goes from {messages[0]['role']} to {messages[-1]['role']}; give what follows the prompt, which "
-                "starts and ends with a message of the assistant"
+                f"{name}: goes from {messages[0]['role']} to {messages[-1]['role']}; give what follows the prompt, "
+                "which starts and ends with a message of the assistant"
             )
         ids[name], masks[name] = _response(name, prompt, messages, ids["prompt"], tokenizer)
     return Encoded(ids=ids, masks=masks)
@@ -144,4 +144,6 @@ def _check_messages(name: str, messages: list[dict[str, Any]]) -> None:
     for i, message in enumerate(messages, 1):
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise ValueError(f"{name}: message {i} has no {key} that is text; write {{'role': ..., 'content': ...}}")
+                raise ValueError(
+                    f"{name}: message {i} has no {key} that is text; write {{'role': ..., 'content': ...}}"
+                )

@@ -180,9 +180,7 @@ def pairs_from_groups(groups: Iterable[Group], rules: PairRules | None = None) -
             continue
         candidates += len(found)
         pairs += [_pair(*candidate) for candidate in _take(found, rules)]
-    return PairSet(
-        pairs=tuple(pairs), groups=len(seen), without=without, left_out=left_out, candidates=candidates
-    )
+    return PairSet(pairs=tuple(pairs), groups=len(seen), without=without, left_out=left_out, candidates=candidates)
 
 
 def _unusable(sample: Sample, rules: PairRules) -> str | None:
@@ -224,8 +222,10 @@ def _candidates(samples: Sequence[Sample], rules: PairRules) -> list[Candidate] 
         ("responses of different rewards are the same tokens", lambda a, b: a.output_ids != b.output_ids),
         (
             "no lengths are within the ratio",
-            lambda a, b: rules.length_ratio is None
-            or max(lengths[a.id], lengths[b.id]) <= rules.length_ratio * min(lengths[a.id], lengths[b.id]),
+            lambda a, b: (
+                rules.length_ratio is None
+                or max(lengths[a.id], lengths[b.id]) <= rules.length_ratio * min(lengths[a.id], lengths[b.id])
+            ),
         ),
     )
     for why, keep in filters:
@@ -328,7 +328,9 @@ def length_bias(pairs: Sequence[Pair]) -> LengthBias | None:
     """None without pairs."""
     if not pairs:
         return None
-    signs = [(pair.chosen_tokens > pair.rejected_tokens) - (pair.chosen_tokens < pair.rejected_tokens) for pair in pairs]
+    signs = [
+        (pair.chosen_tokens > pair.rejected_tokens) - (pair.chosen_tokens < pair.rejected_tokens) for pair in pairs
+    ]
     longer, shorter = signs.count(1), signs.count(-1)
     share = longer / (longer + shorter) if longer + shorter else None
     units = {pair.group or i for i, (pair, sign) in enumerate(zip(pairs, signs, strict=True)) if sign}
@@ -358,5 +360,7 @@ def hold_out(pairs: Sequence[Pair], share: float, seed: int = 0) -> tuple[tuple[
         digest = hashlib.blake2b(f"{seed}:{pair.prompt_ids}".encode(), digest_size=8).digest()
         sides[int.from_bytes(digest, "little") < share * 2**64].append(pair)
     if pairs and (not sides[0] or (share and not sides[1])):
-        raise ValueError(f"share {share} of {len(pairs)} pairs holds out {len(sides[1])}; give more pairs or another share")
+        raise ValueError(
+            f"share {share} of {len(pairs)} pairs holds out {len(sides[1])}; give more pairs or another share"
+        )
     return tuple(sides[0]), tuple(sides[1])

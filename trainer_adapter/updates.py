@@ -91,8 +91,8 @@ class Updater:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.zero_grad()
             raise TrainingDiverged(
-                f"{where}: loss {loss}, gradient norm {norm}; the weights are those before it. A lower learning rate, a "
-                "smaller clip range or a tighter correction may help"
+                f"{where}: loss {loss}, gradient norm {norm}; the weights are those before it. A lower learning rate, "
+                "a smaller clip range or a tighter correction may help"
             )
         if norm > 0:
             share = self.config.rate(self.num_updates)

@@ -110,7 +110,12 @@ def test_nothing_asked() -> None:
 
 @pytest.mark.parametrize(
     ("share", "n", "expected"),
-    [(0.0, 10, (0.0, 0.2775)), (1.0, 10, (0.7225, 1.0)), (81 / 263, 263, (0.2553, 0.3662)), (15 / 148, 148, (0.0624, 0.1605))],
+    [
+        (0.0, 10, (0.0, 0.2775)),
+        (1.0, 10, (0.7225, 1.0)),
+        (81 / 263, 263, (0.2553, 0.3662)),
+        (15 / 148, 148, (0.0624, 0.1605)),
+    ],
 )
 def test_wilson(share: float, n: int, expected: tuple[float, float]) -> None:
     """The last two: Newcombe 1998, "Two-sided confidence intervals for the single proportion", table I."""

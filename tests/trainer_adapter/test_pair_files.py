@@ -175,8 +175,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "two forms": (TEXT | {"chosen": [1]}, "prompt: prompt is text, chosen is token ids, rejected is text; give all"),
     "border in a token": (TEXT | {"chosen": "bc"}, "chosen: its first characters become one token"),
     "no role": (CHAT | {"chosen": [{"content": "x"}]}, "chosen: message 1 has no role"),
-    "content that is no text": (CHAT | {"prompt": [{"role": "user", "content": [1]}]}, "prompt: message 1 has no content"),
-    "whole conversation": (CHAT | {"chosen": [*CHAT["prompt"], *CHAT["chosen"]]}, "chosen: goes from user to assistant"),
+    "content that is no text": (
+        CHAT | {"prompt": [{"role": "user", "content": [1]}]},
+        "prompt: message 1 has no content",
+    ),
+    "whole conversation": (
+        CHAT | {"chosen": [*CHAT["prompt"], *CHAT["chosen"]]},
+        "chosen: goes from user to assistant",
+    ),
     "assistant last in the prompt": (CHAT | {"prompt": [turn("assistant", "q")]}, "prompt: ends with a message of the"),
     "one verdict": (IDS | {"verdict_ab": "A"}, "verdict_ba: is missing"),
     "no verdict": (IDS | {"verdict_ab": "A", "verdict_ba": "yes"}, "verdict_ba: must be A, B, tie, not 'yes'"),
@@ -254,7 +260,9 @@ def test_a_template_that_changes_earlier_turns(tmp_path: Path, tokenizer: PreTra
     changing = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, eos_token="<e>", chat_template=last_only
     )
-    with pytest.raises(ValueError, match=r"p\.jsonl:1: (chosen|rejected): the chat template renders earlier messages in"):
+    with pytest.raises(
+        ValueError, match=r"p\.jsonl:1: (chosen|rejected): the chat template renders earlier messages in"
+    ):
         read_pairs(rows(tmp_path / "p.jsonl", row), tokenizer=changing)
     refusing = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,

@@ -114,9 +114,7 @@ def test_random_pairs() -> None:
     assert sorted(i for pair in pairs for i in pair) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("truncated", "expected"), [("leave_out", [(1, 2)]), ("reject", [(1, 0)]), ("use", [(3, 0)])]
-)
+@pytest.mark.parametrize(("truncated", "expected"), [("leave_out", [(1, 2)]), ("reject", [(1, 0)]), ("use", [(3, 0)])])
 def test_truncated_samples(truncated: str, expected: list[tuple[int, int]]) -> None:
     made = group([0.0, 0.9, 0.1, 1.0])
     made.samples[0].finish_reason = "length"
@@ -290,7 +288,9 @@ def test_length_bias_by_hand() -> None:
 
 def test_pairs_of_one_group_are_one_observation() -> None:
     """20 pairs that all say the same, of 20 groups or of one."""
-    apart, together = (length_bias([plain(True, name) for name in names]) for names in (map(str, range(20)), ["g"] * 20))
+    apart, together = (
+        length_bias([plain(True, name) for name in names]) for names in (map(str, range(20)), ["g"] * 20)
+    )
     assert apart is not None and together is not None
     assert apart.is_biased and not together.is_biased
 
