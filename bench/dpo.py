@@ -1,10 +1,10 @@
 """`longtail dpo`: preference pairs -> a trained model, and the same after `kill -9`.
 
-DIR/run.json                 the settings
-    reference.safetensors    what the model said of each pair before training
-    checkpoints/             weights, optimiser, number of the step
-    metrics.jsonl            one line a step      eval.jsonl    one line a measurement of the held-out pairs
-    summary.json, model/     at the end
+    DIR/run.json                 the settings
+        reference.safetensors    what the model said of each pair before training
+        checkpoints/             weights, optimiser, number of the step
+        metrics.jsonl            one line a step      eval.jsonl    one line a measurement of the held-out pairs
+        summary.json, model/     at the end
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ class DPOTrainer:
     """Owns the optimiser; the policy's weights change in `step` only.
 
     policy: its weights, as they are at construction, are the reference, unless another policy is given as one.
-    held_out: pairs that `evaluate` measures. cache: file for what the reference says of all pairs; a resumed run has it,
-    and starts from the same weights again. optimiser: over policy.parameters(); None: AdamW of `config`.
+    held_out: pairs that `evaluate` measures. cache: file for what the reference says of all pairs; a resumed run has
+    it, and starts from the same weights again. optimiser: over policy.parameters(); None: AdamW of `config`.
 
     ValueError: no pairs, a pair that is in both sets, or a policy with nothing to train."""
 

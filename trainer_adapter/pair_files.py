@@ -1,14 +1,14 @@
 """Files of preference pairs, JSON Lines or Parquet, one pair a row. Read strictly: a row is taken as it is, or named.
 
-prompt, chosen, rejected    token ids; text; or chat messages ({"role", "content"}), of which `chosen` and `rejected`
-                            hold what follows the prompt. Text and messages need a tokenizer
-prompt_ids, chosen_ids, rejected_ids    the same as token ids (TRL's names)
-reason                      why the chosen response is the better one
-verdict_ab, verdict_ba      "A", "B" or "tie": a judge's with the chosen response as A, and with it as B
-chosen_mask, rejected_mask  1 for each token that is trained on, 0 for what a tool wrote; absent: all are
-group, chosen_sample, chosen_reward, chosen_grader, chosen_versions, chosen_finish_reason, rejected_...
-                            where it comes from
-prompt_text, chosen_text, rejected_text    for people; not read
+    prompt, chosen, rejected    token ids; text; or chat messages ({"role", "content"}), of which `chosen` and
+                                `rejected` hold what follows the prompt. Text and messages need a tokenizer
+    prompt_ids, chosen_ids, rejected_ids    the same as token ids (TRL's names)
+    reason                      why the chosen response is the better one
+    verdict_ab, verdict_ba      "A", "B" or "tie": a judge's with the chosen response as A, and with it as B
+    chosen_mask, rejected_mask  1 for each token that is trained on, 0 for what a tool wrote; absent: all are
+    group, chosen_sample, chosen_reward, chosen_grader, chosen_versions, chosen_finish_reason, rejected_...
+                                where it comes from
+    prompt_text, chosen_text, rejected_text    for people; not read
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def check_pairs(
     tokenizer: of transformers, for text and messages. vocab_size: token ids are below it (default: the tokenizer's).
     reason: for rows that give none. ignore: names of further fields, which are not read.
 
-    A problem is also a pair that was in an earlier row, in this order or swapped. ValueError: a file that is not there,
+    A problem is also a pair that was in an earlier row, in this order or swapped, unless it is of other samples.
+
+    ValueError: a file that is not there,
     has another ending than .jsonl or .parquet, or holds no row."""
     path = Path(path)
     if vocab_size is None and tokenizer is not None:
@@ -99,7 +101,7 @@ def check_pairs(
     ignored = {*FOR_PEOPLE, *ignore}
     pairs: list[Pair] = []
     problems: list[Problem] = []
-    earlier: dict[tuple[tuple[int, ...], ...], int] = {}
+    earlier: dict[Any, int] = {}
     rows = 0
     for line, row in _rows(path):
         rows += 1
@@ -118,11 +120,11 @@ def check_pairs(
     return PairFile(pairs=tuple(pairs), rows=rows, problems=tuple(problems))
 
 
-def _check_new(pair: Pair, earlier: dict[tuple[tuple[int, ...], ...], int], line: int) -> None:
-    key, swapped = (
-        (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids),
-        (pair.prompt_ids, pair.rejected_ids, pair.chosen_ids),
-    )
+def _check_new(pair: Pair, earlier: dict[Any, int], line: int) -> None:
+    """The same tokens of other samples are another observation."""
+    chosen = pair.chosen_ids, None if pair.chosen is None else pair.chosen.sample
+    rejected = pair.rejected_ids, None if pair.rejected is None else pair.rejected.sample
+    key, swapped = (pair.prompt_ids, chosen, rejected), (pair.prompt_ids, rejected, chosen)
     if key in earlier:
         raise ValueError(f"chosen: the same pair as in line {earlier[key]}; remove one of them")
     if swapped in earlier:
@@ -158,10 +160,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             except (ValueError, RecursionError) as error:
                 yield line, str(error)
             else:
-                yield (
-                    line,
-                    row if isinstance(row, dict) else f"is {_kind(row)}; write an object with prompt, chosen, ...",
-                )
+                other = f"is {_kind(row)}; write an object with prompt, chosen, rejected and reason"
+                yield line, row if isinstance(row, dict) else other
 
 
 def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:

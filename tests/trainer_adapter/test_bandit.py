@@ -230,9 +230,9 @@ def mostly_stale(pi: np.ndarray) -> np.ndarray:
     return (7 * STALE * (rest - (6 * stale + fresh) / 7) + pi * (rest - stale)) / 8
 
 
-# Total variation of the first place from where it should end, over 20 other seeds: where earlier segments are left out,
-# and an eighth of its tokens is trained on, mean 0.019, standard deviation 0.009, largest 0.035; else means up to 0.008,
-# standard deviations up to 0.005. The bound is 4.8 standard deviations above the mean (and the bias of "none" 12 above
+# Total variation of the first place from where it should end, over 20 other seeds: where earlier segments are left out
+# and an eighth of its tokens is trained on, mean 0.019, standard deviation 0.009, largest 0.035; else means up to
+# 0.008, standard deviations up to 0.005. The bound is 4.8 standard deviations above the mean (and the bias of "none" 12 above
 # the bound): if the tails are normal, a false alarm in 1 of 10^6 seeds; with the seed that is used here, none.
 SEGMENT_BOUND = 0.06
 SEGMENT_BIAS = 0.098

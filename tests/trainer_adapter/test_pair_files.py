@@ -239,6 +239,22 @@ def test_a_pair_that_comes_again(tmp_path: Path) -> None:
     ]
 
 
+def test_the_same_tokens_of_other_samples_are_another_pair(tmp_path: Path) -> None:
+    """Two groups of one prompt may well come to the same two answers, and a grader may contradict itself."""
+    samples = [Origin(sample=f"g/{i}") for i in range(4)]
+    known: dict[str, Any] = {"prompt_ids": (1,), "reason": "r"}
+    pairs = [
+        Pair(chosen_ids=(2,), rejected_ids=(3,), chosen=samples[0], rejected=samples[1], **known),
+        Pair(chosen_ids=(2,), rejected_ids=(3,), chosen=samples[2], rejected=samples[3], **known),
+        Pair(chosen_ids=(3,), rejected_ids=(2,), chosen=samples[3], rejected=samples[0], **known),
+    ]
+    write_pairs(tmp_path / "p.jsonl", pairs)
+    assert list(read_pairs(tmp_path / "p.jsonl")) == pairs
+    write_pairs(tmp_path / "p.jsonl", [pairs[0], pairs[0]])
+    with pytest.raises(ValueError, match=r":2: chosen: the same pair as in line 1"):
+        read_pairs(tmp_path / "p.jsonl")
+
+
 def test_an_error_names_the_first_ten_problems(tmp_path: Path) -> None:
     path = rows(tmp_path / "p.jsonl", *([{"x": 1}] * 13))
     with pytest.raises(ValueError, match=r"(?s)p\.jsonl:1: x: .*p\.jsonl:10: x: .*\n\.\.\. and 3 more: longtail pairs"):
