@@ -22,6 +22,7 @@ from longtail.bench import (
     staleness_cli,
     store_cli,
     trace_cli,
+    train_cli,
 )
 from longtail.bench.machine import quiet_threads
 
@@ -45,6 +46,7 @@ app.add_typer(lengths_cli.app, name="lengths")
 calibrate_cli.register(app)
 report_cli.register(app)
 simulate_cli.register(app)
+train_cli.register(app)
 console = Console(stderr=True)
 
 
