@@ -46,7 +46,7 @@ class Prompts(Protocol):
 def load_prompts(
     task: str, tokenizer: Any, *, seed: int = 0, held_out: int = 48, grader: str | Grader | None = None
 ) -> Prompts:
-    """tokenizer: None for a file of token ids. grader: a function or its name, package.module.function (None: the task's own).
+    """tokenizer: None for a file of token ids. grader: a function or its name (None: the task's own).
 
     ValueError: an unknown task, one that needs a tokenizer, or a file without a grader."""
     own = load_grader(grader) if isinstance(grader, str) else grader

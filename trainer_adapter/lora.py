@@ -3,9 +3,8 @@
     LoraPolicy computes    x W + s (x A) B     the base model's weights stay as they are, A and B are trained
     the engine computes    x (W + s A B)       the merged weights, which `weights()` sends
 
-The two differ by rounding, so that log-probabilities of trainer and rollout agree up to rounding. A policy that computes
-with merged weights itself (`ExactPolicy` takes an adapted model) agrees bit for bit, at the cost of gradients of the
-merged weights.
+The two differ by rounding, and so do the log-probabilities of trainer and rollout. A policy that computes with merged
+weights itself (`ExactPolicy` takes an adapted model) agrees bit for bit, at the cost of gradients of the merged weights.
 """
 
 from __future__ import annotations

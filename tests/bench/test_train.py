@@ -1,4 +1,4 @@
-"""`longtail train` as a whole, on tiny models: it learns, it comes back from kills, its graders' speed changes nothing."""
+"""`longtail train` as a whole, on tiny models: it learns, comes back from kills, its graders' speed is no matter."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_it_learns_on_resumed_samples(toys: ModuleType, model: Path, tmp_path: P
     lines = read_metrics(out / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(20))
     assert sum(bool(line["staleness"]["max"]) for line in lines) >= 10  # most batches have samples of older versions
-    assert all(line["updated"] == 1 for line in lines)
+    assert sum(line["updated"] for line in lines) >= 8  # until all rewards are the same
     # what the same weights made agrees up to rounding; what older ones made differs, and is corrected
     assert all(line["max_difference"] < 1e-4 for line in lines)
     stale = [m["kl_k3"] for line in lines for age, m in line["by_staleness"].items() if int(age) and m["trained"]]
@@ -139,7 +139,7 @@ def test_directories_are_not_mixed_up(toys: ModuleType, model: Path, tmp_path: P
     with pytest.raises(ValueError, match="holds a run; --resume"):
         run(config, tmp_path / "run", model=model, prompts=prompts)
     other = dataclasses.replace(config, learning_rate=2e-2)
-    with pytest.raises(ValueError, match="other settings: learning_rate was 0.01 and is 0.02"):
+    with pytest.raises(ValueError, match=r"other settings: learning_rate was 0\.01 and is 0\.02"):
         run(other, tmp_path / "run", resume=True, model=model, prompts=prompts)
     (tmp_path / "run" / "run.json").write_text("{")
     with pytest.raises(ValueError, match="is damaged"):

@@ -62,7 +62,7 @@ def test_checkpoints_hold_the_adapters_alone() -> None:
 
 
 def test_the_reference_is_the_base() -> None:
-    policy, trainer = trained(kl_coef=0.1)
+    _, trainer = trained(kl_coef=0.1)
     assert trainer.step(make_groups(), VERSION).kl == pytest.approx(0.0, abs=1e-12)
     assert trainer.step(make_groups(), VERSION).kl > 1e-6
     inputs = make_inputs(LENGTHS)
