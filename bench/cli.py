@@ -24,6 +24,7 @@ from longtail.bench import (
     staleness_cli,
     store_cli,
     trace_cli,
+    train_cli,
 )
 from longtail.bench.machine import quiet_threads
 
@@ -49,6 +50,7 @@ calibrate_cli.register(app)
 dpo_cli.register(app)
 report_cli.register(app)
 simulate_cli.register(app)
+train_cli.register(app)
 console = Console(stderr=True)
 
 
