@@ -16,17 +16,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from longtail.bench.train_model import export
-from longtail.trainer_adapter.checkpoint import Checkpoints, rng_state, set_rng_state
-from longtail.trainer_adapter.metrics import MetricsLog, TensorBoard, read_metrics
-from longtail.trainer_adapter.policy import Policy, TransformersPolicy
-
 from longtail.bench import machine
 from longtail.bench.trace import replacing
+from longtail.bench.train_model import export, tokenizer_of
 from longtail.partial_rollout.engines.native.loader import load_model
+from longtail.trainer_adapter.checkpoint import Checkpoints, rng_state, set_rng_state
 from longtail.trainer_adapter.dpo_trainer import DPOConfig, DPOTrainer
+from longtail.trainer_adapter.metrics import MetricsLog, TensorBoard, read_metrics
 from longtail.trainer_adapter.order_swap import order_swap
 from longtail.trainer_adapter.pair_files import read_pairs
+from longtail.trainer_adapter.policy import Policy, TransformersPolicy, freeze_parameters
 from longtail.trainer_adapter.preferences import Pair, hold_out, length_bias
 
 
@@ -186,23 +185,16 @@ class _Run:
         self.checkpoints.save(self.trainer.num_steps, {"trainer": self.trainer.state_dict(), "rng": rng_state()})
 
 
-def tokenizer_of(source: str) -> Any:
-    """None for a model without one."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):
-        return None
-
-
 def make_policy(config: DPORunConfig, model: Any) -> Policy:
     checkpointing = config.gradient_checkpointing
     if config.lora:
-        from longtail.trainer_adapter.lora import LoraPolicy
+        from longtail.trainer_adapter.lora import LoraPolicy, adapted
 
-        return LoraPolicy(model, rank=config.lora, seed=config.dpo.seed, gradient_checkpointing=checkpointing)
-    return TransformersPolicy(model, freeze=config.freeze, gradient_checkpointing=checkpointing)
+        model = adapted(model, rank=config.lora, seed=config.dpo.seed)
+        return LoraPolicy(model, gradient_checkpointing=checkpointing)
+    if config.freeze is not None:
+        freeze_parameters(model, config.freeze)
+    return TransformersPolicy(model, gradient_checkpointing=checkpointing)
 
 
 def load_pairs(config: DPORunConfig, model_config: Any, tokenizer: Any) -> DPOPairs:

@@ -29,8 +29,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from longtail.bench import analysis, machine
 from longtail.bench.analysis.parts import SWITCH, TIMED, own_seconds
 from longtail.bench.run import BenchResult, write
@@ -38,7 +36,7 @@ from longtail.bench.trace import TraceWriter, read_trace, replacing
 from longtail.bench.train_config import FRESH, RunConfig, unlike
 from longtail.bench.train_evaluation import evaluate
 from longtail.bench.train_grading import SettledGrader
-from longtail.bench.train_model import export, make_engine, make_policy
+from longtail.bench.train_model import export, make_engine, make_policy, tokenizer_of
 from longtail.bench.train_tasks import Prompts, load_prompts
 from longtail.errors import StoreError, TraceError
 from longtail.events import Event
@@ -100,7 +98,7 @@ class _Life:
         self.config = config = _with_threads(config)
         self.out, self.source, self.progress, self.stack = out, source, progress, stack
         lives = _check_directory(out, config, resume)
-        self.tokenizer = _tokenizer(source)
+        self.tokenizer = tokenizer_of(source)
         self.prompts = prompts or load_prompts(
             config.task, self.tokenizer, seed=config.seed, held_out=config.eval_prompts, grader=config.grader
         )
@@ -405,20 +403,4 @@ def _write_run(out: Path, config: RunConfig, lives: int) -> None:
 
 def _with_threads(config: RunConfig) -> RunConfig:
     """One number of threads from the first forward pass on: bits may depend on it."""
-    import numba
-
-    threads = config.threads or torch.get_num_threads()
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-    torch.set_num_threads(threads)
-    return dataclasses.replace(config, threads=threads)
-
-
-def _tokenizer(source: str) -> Any:
-    """None for a model without one."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):
-        return None
-
+    return dataclasses.replace(config, threads=machine.use_threads(config.threads))

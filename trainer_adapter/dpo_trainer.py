@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from longtail.trainer_adapter.policy import Policy
 
 from longtail.trainer_adapter.dpo import DPOKind, DPOResult, PreferenceBatch, dpo_loss
 from longtail.trainer_adapter.dpo_reference import ReferenceLogprobs, need_inputs, reference_logprobs
+from longtail.trainer_adapter.policy import Policy
 from longtail.trainer_adapter.preferences import Pair
 from longtail.trainer_adapter.updates import UpdateConfig, Updater
 
@@ -226,7 +226,7 @@ class DPOTrainer:
         dicts and lists of them. The tensors are not copies."""
         return {
             "policy": self.policy.state_dict(),
-            "updater": self.updater.state_dict(),
+            **self.updater.state_dict(),
             "num_steps": self.num_steps,
             "config": dataclasses.asdict(self.config),
             "reference": {"weights": self.reference.weights, "pairs": self.reference.pairs},
@@ -244,5 +244,5 @@ class DPOTrainer:
             if name != "epochs" and config.get(name) != value:
                 raise ValueError(f"state: was trained with {name} {value}, not {config.get(name)}")
         self.policy.load_state_dict(state["policy"])
-        self.updater.load_state_dict(state["updater"])
+        self.updater.load_state_dict(state)
         self.num_steps = int(state["num_steps"])

@@ -16,38 +16,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from longtail.errors import LongtailError
 from longtail.sample import Group, Sample
 from longtail.trainer_adapter.batch import Inputs, TrainBatch, counts, expand
 from longtail.trainer_adapter.diagnostics import Diagnostics, diagnose
 from longtail.trainer_adapter.losses import LossResult, PolicyLoss
 from longtail.trainer_adapter.packing import pack
 from longtail.trainer_adapter.policy import Policy, Reference
-
-
-class TrainingDiverged(LongtailError):
-    """A loss or a gradient is not finite. The weights are as they were before the update."""
+from longtail.trainer_adapter.updates import UpdateConfig, Updater
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(UpdateConfig):
     """Checked at construction."""
 
-    learning_rate: float = 1e-6
-    warmup: int = 0
-    """Updates over which the learning rate rises in equal steps to its full value; 0: full from the first."""
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
-    """Gradients of a greater norm, of all parameters together, are scaled down to it; None: never."""
     micro_batch_tokens: int = 8192
     """Most input tokens of one forward and backward pass (or one longer sequence)."""
     updates: int = 1
@@ -63,22 +50,13 @@ class TrainConfig:
     mask_truncated: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "max_grad_norm"):
+        UpdateConfig.__post_init__(self)
+        for name in ("micro_batch_tokens", "updates"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite, not {value}")
-        for name, low in (("warmup", 0), ("micro_batch_tokens", 1), ("updates", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name} must be an integer of at least {low}, not {value!r}")
-        if not (0 <= self.weight_decay < math.inf and all(0 <= beta < 1 for beta in self.betas)):
-            raise ValueError(f"weight_decay {self.weight_decay} must be at least 0, betas {self.betas} in [0, 1)")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if self.logprobs not in ("processed", "raw"):
             raise ValueError(f'logprobs must be "processed" or "raw", not {self.logprobs!r}')
-
-    def rate(self, update: int) -> float:
-        """Share of the learning rate of update number 0, 1, ..."""
-        return min(1.0, (update + 1) / self.warmup) if self.warmup else 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,16 +134,16 @@ class Trainer:
         self.policy, self.loss, self.config, self.reference = policy, loss, config or TrainConfig(), reference
         if loss.kl_coef and reference is None:
             raise ValueError(f"reference: a KL penalty (kl_coef {loss.kl_coef}) needs a reference policy")
-        self._parameters = list(policy.parameters())
-        if not self._parameters:
-            raise ValueError("policy: it has no parameters to train")
-        c = self.config
-        self.optimiser = optimiser or torch.optim.AdamW(
-            self._parameters, lr=c.learning_rate, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay
-        )
-        self._rates = [float(group["lr"]) for group in self.optimiser.param_groups]
-        self.num_updates = 0
+        self.updater = Updater(policy.parameters(), self.config, optimiser)
+
+    @property
+    def optimiser(self) -> torch.optim.Optimizer:
+        return self.updater.optimiser
+
+    @property
+    def num_updates(self) -> int:
         """That have changed the weights."""
+        return self.updater.num_updates
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -178,19 +156,14 @@ class Trainer:
         parts = self._parts(batch, {s.id: s for group in groups for s in group.samples})
         totals: list[LossResult] = []
         norms: list[float] = []
-        updated, diagnostics = 0, None
+        before, diagnostics = self.num_updates, None
         for update in range(self.config.updates if parts else 0):
-            self.optimiser.zero_grad(set_to_none=True)
+            self.updater.zero_grad()
             results = [self._gradients(part) for part in parts]
             if update == 0:
                 diagnostics = self._diagnose(batch, parts)
             totals.append(functools.reduce(operator.add, results))
-            norms.append(self._clip())
-            self._check_finite(version, update, float(totals[-1].loss), norms[-1])
-            if norms[-1] > 0:
-                self._update()
-                updated += 1
-        self.optimiser.zero_grad(set_to_none=True)
+            norms.append(self.updater.update(float(totals[-1].loss), f"version {version}, update {update}"))
         first = totals[0] if totals else None
         return StepResult(
             version=version,
@@ -200,8 +173,8 @@ class Trainer:
             learnt=sum(len(part.batch) for part in parts if part.learns),
             losses=tuple(float(total.loss) for total in totals),
             grad_norms=tuple(norms),
-            updated=updated,
-            learning_rate=float(self.optimiser.param_groups[0]["lr"]),
+            updated=self.num_updates - before,
+            learning_rate=self.updater.learning_rate,
             policy_loss=0.0 if first is None else float(first.policy_loss),
             kl=0.0 if first is None else float(first.kl),
             clipped_low=0 if first is None else int(first.clipped_low),
@@ -231,7 +204,7 @@ class Trainer:
         if self.loss.kl_coef:
             learns = batch.trained
         ends = dict(zip(batch.sample_ids, batch.lengths.cumsum(0).tolist(), strict=True))
-        device = self._parameters[0].device
+        device = self.updater.device
         parts = []
         for chosen, does in ((learns, True), (~learns, False)):
             for micro in batch.select(chosen).split(self.config.micro_batch_tokens):
@@ -256,7 +229,7 @@ class Trainer:
         found = [sample.params.temperature for sample in samples]
         if len(set(found)) == 1:
             return found[0]
-        return expand(torch.tensor(found), lengths).to(self._parameters[0].device)
+        return expand(torch.tensor(found), lengths).to(self.updater.device)
 
     def _gradients(self, part: _Part) -> LossResult:
         """Adds the part's to the parameters' gradients."""
@@ -281,48 +254,18 @@ class Trainer:
             factors[part.places] = part.factors.to(factors)
         return diagnose(batch.replace(logprobs=logprobs), factors)
 
-    def _clip(self) -> float:
-        """-> the norm of all gradients before it."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if not gradients:
-            return 0.0
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if self.config.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.config.max_grad_norm, norm)
-        return float(norm)
-
-    def _check_finite(self, version: int, update: int, loss: float, norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.optimiser.zero_grad(set_to_none=True)
-            raise TrainingDiverged(
-                f"version {version}, update {update}: loss {loss}, gradient norm {norm}; the weights are those before "
-                "it. A lower learning rate, a smaller clip range or a tighter correction may help"
-            )
-
-    def _update(self) -> None:
-        share = self.config.rate(self.num_updates)
-        for group, rate in zip(self.optimiser.param_groups, self._rates, strict=True):
-            group["lr"] = rate * share
-        self.optimiser.step()
-        self.num_updates += 1
-
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on but the groups: tensors, numbers, text, and dicts and lists of them.
         The tensors are not copies."""
-        return {
-            "policy": self.policy.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "num_updates": self.num_updates,
-        }
+        return {"policy": self.policy.state_dict(), **self.updater.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What `state_dict` gave, of a trainer with the same model, optimiser and settings. ValueError where it does
         not fit."""
         self.policy.load_state_dict(state["policy"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.num_updates = int(state["num_updates"])
+        self.updater.load_state_dict(state)
 
 
 @dataclasses.dataclass(slots=True)

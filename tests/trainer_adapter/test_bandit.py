@@ -1,9 +1,9 @@
 """A bandit whose optimum is known, trained on samples of a policy that is never refreshed, and on responses whose first
 part such a policy wrote.
 
-Four arms with rewards r, and a penalty beta KL(pi || uniform): the optimum is pi(a) ~ exp(r(a) / beta). What is
-stale is of version 0, which likes the bad arms. Where training goes without correction, and with one that bounds ratios, is the
-root of the expected gradient, found here by enumeration, without the code under test.
+Four arms with rewards r, and a penalty beta KL(pi || uniform): the optimum is pi(a) ~ exp(r(a) / beta). What is stale
+is of version 0, which likes the bad arms. Where training goes without correction, and with one that bounds ratios, is
+the root of the expected gradient, found here by enumeration, without the code under test.
 """
 
 from __future__ import annotations
@@ -224,16 +224,16 @@ def train_segments(loss: PolicyLoss, seed: int, updates: int = 1, **packing: Any
 
 
 def mostly_stale(pi: np.ndarray) -> np.ndarray:
-    """Of the first place, uncorrected: a resumed sample has 6 stale siblings and a fresh one, the fresh one 7 stale ones.
-    What the second place adds to rewards and to their means is the same on average, and cancels."""
+    """Of the first place, uncorrected: a resumed sample has 6 stale siblings and a fresh one, the fresh one has 7
+    stale ones. What the second place adds to rewards and to their means is the same on average, and cancels."""
     stale, fresh, rest = STALE @ REWARDS, pi @ REWARDS, REWARDS - BETA * np.log(4 * pi)
     return (7 * STALE * (rest - (6 * stale + fresh) / 7) + pi * (rest - stale)) / 8
 
 
 # Total variation of the first place from where it should end, over 20 other seeds: where earlier segments are left out
 # and an eighth of its tokens is trained on, mean 0.019, standard deviation 0.009, largest 0.035; else means up to
-# 0.008, standard deviations up to 0.005. The bound is 4.8 standard deviations above the mean (and the bias of "none" 12 above
-# the bound): if the tails are normal, a false alarm in 1 of 10^6 seeds; with the seed that is used here, none.
+# 0.008, standard deviations up to 0.005. The bound is 4.8 standard deviations above the mean (and the bias of
+# "none" 12 above the bound): if the tails are normal, a false alarm in 1 of 10^6 seeds; with the seed used here, none.
 SEGMENT_BOUND = 0.06
 SEGMENT_BIAS = 0.098
 SEGMENTS: dict[str, tuple[PolicyLoss, np.ndarray, int, dict[str, Any]]] = {

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from longtail.trainer_adapter.checkpoint import Checkpoints
-from longtail.trainer_adapter.policy import Policy, TransformersPolicy
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from longtail.trainer_adapter.batch import Inputs
+from longtail.trainer_adapter.checkpoint import Checkpoints
 from longtail.trainer_adapter.dpo import PreferenceBatch, dpo_loss
 from longtail.trainer_adapter.dpo_reference import digest_of, fingerprint, reference_logprobs
 from longtail.trainer_adapter.dpo_trainer import DPOConfig, DPOTrainer
+from longtail.trainer_adapter.policy import Policy, TransformersPolicy
 from longtail.trainer_adapter.preferences import Pair, hold_out
 from longtail.trainer_adapter.updates import TrainingDiverged, UpdateConfig, Updater
 

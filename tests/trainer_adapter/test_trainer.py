@@ -19,7 +19,8 @@ from longtail.trainer_adapter.corrections import tis
 from longtail.trainer_adapter.losses import PolicyLoss, dapo, decoupled_ppo, grpo, gspo
 from longtail.trainer_adapter.packing import pack
 from longtail.trainer_adapter.policy import TransformersPolicy
-from longtail.trainer_adapter.trainer import TrainConfig, Trainer, TrainingDiverged
+from longtail.trainer_adapter.trainer import TrainConfig, Trainer
+from longtail.trainer_adapter.updates import TrainingDiverged
 
 VERSION = 5
 
