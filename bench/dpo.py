@@ -203,7 +203,8 @@ def load_pairs(config: DPORunConfig, model_config: Any, tokenizer: Any) -> DPOPa
     settings: dict[str, Any] = {"tokenizer": tokenizer, "vocab_size": text.vocab_size}
     settings |= {"reason": config.reason, "ignore": config.ignore}
     swap = order_swap(read_pairs(config.pairs, **settings))
-    train, held_out = swap.kept, ()
+    train = swap.kept
+    held_out: tuple[Pair, ...] = ()
     if not train:
         raise ValueError(f"{config.pairs}: no pair was confirmed in both orders; `longtail pairs check` shows why")
     if config.eval_pairs is not None:
@@ -218,7 +219,7 @@ def load_pairs(config: DPORunConfig, model_config: Any, tokenizer: Any) -> DPOPa
                 f"{config.pairs}: a pair ({pair.reason}) has {longest} tokens and the model reads {most}; remove it, "
                 "or shorten its prompt: responses are not cut"
             )
-    counts = {name: n for name, n in swap.counts.items() if n and name not in ("agrees", "not asked")}
+    counts: dict[str, int] = {name: n for name, n in swap.counts.items() if n and name not in ("agrees", "not asked")}
     return DPOPairs(train=train, held_out=held_out, set_aside=counts)
 
 

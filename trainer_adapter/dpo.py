@@ -99,12 +99,13 @@ class PreferenceBatch:
             raise ValueError(f"chosen is {chosen.dtype} of shape {tuple(chosen.shape)}, must be bool [{len(self)}]")
         sequences = chosen.repeat_interleave(2)
         tokens = expand(sequences, self.lengths)
-        fields = {name: getattr(self, name) for name in ("mask", "logprobs", "ref_logprobs")}
         return PreferenceBatch(
             lengths=self.lengths[sequences],
+            mask=self.mask[tokens],
+            logprobs=None if self.logprobs is None else self.logprobs[tokens],
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[tokens],
             weights=None if self.weights is None else self.weights[chosen],
             inputs=None if self.inputs is None else self.inputs.select(sequences),
-            **{name: None if value is None else value[tokens] for name, value in fields.items()},
         )
 
     def split(self, max_tokens: int) -> Iterator[PreferenceBatch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +52,19 @@ def graded(name: str, rewards: list[float | None], tokens: int = 5) -> Group:
 def build(directory: Path) -> None:
     """Two deliveries (a and equal; b), one complete group (c) and one that is not (open), one thrown away."""
     with SampleStore(directory) as store:
-        for groups in ([("a", [1.0, 0.0, 0.5]), ("equal", [1.0, 1.0])], [("b", [0.0, 0.2, 1.0, 0.9])]):
+        deliveries: list[dict[str, list[float | None]]]
+        deliveries = [{"a": [1.0, 0.0, 0.5], "equal": [1.0, 1.0]}, {"b": [0.0, 0.2, 1.0, 0.9]}]
+        for groups in deliveries:
             add(store, groups)
             store.hand_over(store.complete())
-        add(store, [("gone", [0.0, 1.0])])
+        add(store, {"gone": [0.0, 1.0]})
         store.discard(list(store), "stale")
-        add(store, [("c", [0.0, None, 1.0])])
+        add(store, {"c": [0.0, None, 1.0]})
         store.add([Group.from_prompt("open", [5], SamplingParams(n=2))])
 
 
-def add(store: SampleStore, groups: list[tuple[str, list[float | None]]]) -> None:
-    for name, rewards in groups:
+def add(store: SampleStore, groups: Mapping[str, list[float | None]]) -> None:
+    for name, rewards in groups.items():
         made = graded(name, rewards)
         store.add([Group.from_prompt(name, made.samples[0].prompt_ids, SamplingParams(n=len(rewards)))])
         (kept,) = [group for group in store if group.id == name]
@@ -135,7 +138,7 @@ def test_a_store_without_a_pair_writes_nothing(directory: Path, tmp_path: Path) 
 # ---- check
 
 
-def verdicts(path: Path, rows: list[tuple[str, str] | None]) -> Path:
+def verdicts(path: Path, rows: Sequence[tuple[str, str] | None]) -> Path:
     with path.open("w") as file:
         for i, pair in enumerate(rows):
             row: dict[str, Any] = {"prompt_ids": [i], "chosen_ids": [1, 2], "rejected_ids": [3], "reason": "r"}
@@ -146,7 +149,7 @@ def verdicts(path: Path, rows: list[tuple[str, str] | None]) -> Path:
 
 
 def test_check_sets_aside_what_a_judge_did_not_confirm(tmp_path: Path) -> None:
-    path = verdicts(tmp_path / "p.jsonl", [("A", "B")] * 20 + [("A", "A")] * 12 + [("B", "A"), None])
+    path = verdicts(tmp_path / "p.jsonl", [*[("A", "B")] * 20, *[("A", "A")] * 12, ("B", "A"), None])
     result = fine("pairs", "check", path, "--out", tmp_path / "kept.jsonl", "--json")
     swap = numbers(result)["order_swap"]
     assert swap["counts"]["agrees"] == 20 and swap["counts"]["first place"] == 12 and swap["kept"] == 21
@@ -157,7 +160,7 @@ def test_check_sets_aside_what_a_judge_did_not_confirm(tmp_path: Path) -> None:
 
 
 def test_check_lists_every_problem(tmp_path: Path) -> None:
-    path = verdicts(tmp_path / "p.jsonl", [("A", "maybe"), ("A", "B"), ("B", "maybe")])  # type: ignore[list-item]
+    path = verdicts(tmp_path / "p.jsonl", [("A", "maybe"), ("A", "B"), ("B", "maybe")])
     result = call("pairs", "check", path, "--limit", 1, "--json")
     assert result.exit_code == 1
     assert f"{path}:1: verdict_ba: must be A, B, tie" in result.stdout and "and 1 more" in result.stdout

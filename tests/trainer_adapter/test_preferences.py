@@ -7,13 +7,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tests.trainer_adapter.helpers import make_sample
 
-from longtail.sample import Group, Sample
-from longtail.trainer_adapter.preferences import Pair, PairRules, length_bias, pairs_from_groups
+from longtail.sample import FinishReason, Group, Sample, Status
+from longtail.trainer_adapter.preferences import Pair, PairRules, Rule, Truncated, length_bias, pairs_from_groups
 
 PROMPT = (7, 8)
 
@@ -169,6 +169,10 @@ def test_what_gives_no_pair_is_named() -> None:
     assert only == "what is better did not end by itself"
 
 
+STATUSES: list[Status] = [*["finished"] * 30, "failed", "paused"]  # type: ignore[list-item]
+REASONS: list[FinishReason] = ["stop", "stop", "length"]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_laws_of_random_groups(seed: int) -> None:
     """Every group gives a pair or is named. A pair's rewards differ by the margin and the right way round, its lengths
@@ -184,16 +188,16 @@ def test_laws_of_random_groups(seed: int) -> None:
             name=f"{seed}.{g}",
         )
         for one in made.samples:
-            one.status = rng.choice(["finished"] * 30 + ["failed", "paused"])  # type: ignore[assignment]
-            one.finish_reason = rng.choice(["stop", "stop", "length"])  # type: ignore[assignment]
+            one.status = rng.choice(STATUSES)
+            one.finish_reason = rng.choice(REASONS)
             one.masked = rng.choice([0, 0, 0, len(one.output_ids)])
         groups.append(made)
     rules = PairRules(
-        rule=rng.choice(["best_worst", "random_pair", "all_pairs"]),  # type: ignore[arg-type]
+        rule=rng.choice(get_args(Rule)),
         per_group=rng.choice([None, 1, 3]),
         margin=rng.choice([0.0, 0.3]),
         length_ratio=rng.choice([None, 1.5]),
-        truncated=rng.choice(["leave_out", "reject", "use"]),  # type: ignore[arg-type]
+        truncated=rng.choice(get_args(Truncated)),
         seed=seed,
     )
     found = pairs_from_groups(groups, rules)

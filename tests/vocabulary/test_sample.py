@@ -157,7 +157,8 @@ def test_zero_variance_is_equality() -> None:
     assert is_zero_variance([0.1, 0.1, 0.1])  # whose standard deviation in floats is not 0
     assert is_zero_variance([1.0]) and is_zero_variance([0.0, -0.0, 0])
     assert not is_zero_variance([0.3, 0.1 + 0.2])  # apart by one unit in the last place
-    assert not any(map(is_zero_variance, ([], [1.0, None], [None, 1.0], [None, None], [math.nan, math.nan])))
+    unlike: list[list[float | None]] = [[], [1.0, None], [None, 1.0], [None, None], [math.nan, math.nan]]
+    assert not any(is_zero_variance(rewards) for rewards in unlike)
 
 
 # ---- seeds
