@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from longtail.kernels.activation import gelu_tanh, sigmoid, silu_mul
 from longtail.kernels.linear import PackedLinear, RowRule
+from longtail.partial_rollout.engines.native.differentiable import gelu_tanh, sigmoid, silu_mul
 from longtail.partial_rollout.engines.native.row_invariant import bare_matrices
 
 WEIGHTS = ("gate_up_proj", "down_proj")
