@@ -50,11 +50,12 @@ class Routed:
 @contextlib.contextmanager
 def routed(rows: int) -> Iterator[Routed]:
     """Around a forward pass of which the first `rows` rows are no padding."""
+    before = getattr(_thread, "routed", None)
     _thread.routed = record = Routed(rows)
     try:
         yield record
     finally:
-        del _thread.routed
+        _thread.routed = before
 
 
 # ---- how experts compute

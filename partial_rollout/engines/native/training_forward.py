@@ -146,7 +146,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """As `interface._attention`, without a cache that outlives it."""
-    run: TrainingPass = current()  # type: ignore[assignment]
+    run: TrainingPass = current()
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if run.spec.layers[layer].kind == "latent":
@@ -279,7 +279,7 @@ class InterfaceForward:
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    run: TrainingPass = current()  # type: ignore[assignment]
+    run: TrainingPass = current()
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with _passing(run):
