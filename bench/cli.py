@@ -15,6 +15,7 @@ from rich.console import Console
 from longtail.bench import (
     calibrate_cli,
     lengths_cli,
+    mismatch_cli,
     report_cli,
     scheduling_cli,
     simulate_cli,
@@ -39,6 +40,7 @@ bench = typer.Typer(invoke_without_command=True)
 app.add_typer(bench, name="bench")
 app.add_typer(store_cli.app, name="store")
 app.add_typer(spec_cli.app, name="spec")
+bench.command("mismatch")(mismatch_cli.mismatch)
 bench.command("scheduling")(scheduling_cli.scheduling)
 bench.command("staleness")(staleness_cli.staleness)
 app.add_typer(trace_cli.app, name="trace")
