@@ -16,6 +16,7 @@ from longtail.bench import (
     calibrate_cli,
     dpo_cli,
     lengths_cli,
+    mismatch_cli,
     pairs_cli,
     report_cli,
     scheduling_cli,
@@ -41,6 +42,7 @@ bench = typer.Typer(invoke_without_command=True)
 app.add_typer(bench, name="bench")
 app.add_typer(store_cli.app, name="store")
 app.add_typer(spec_cli.app, name="spec")
+bench.command("mismatch")(mismatch_cli.mismatch)
 bench.command("scheduling")(scheduling_cli.scheduling)
 bench.command("staleness")(staleness_cli.staleness)
 app.add_typer(trace_cli.app, name="trace")

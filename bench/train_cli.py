@@ -19,17 +19,17 @@ def train(
     out: Annotated[Path, typer.Option(help="Directory of the run: checkpoints, samples, metrics, report")] = Path(
         "runs/train"
     ),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --out stands, if there is one")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --out stands, if any")] = False,
     model: Annotated[str, typer.Option(help="Model name, directory or hub id")] = "smollm2-135m",
     task: Annotated[
-        str, typer.Option(help="add, a task mix (arithmetic, gsm, gsm_symbolic=3,chain_sum=1), or a file of prompts.jsonl")
+        str, typer.Option(help="add, a mix (arithmetic, gsm, gsm_symbolic=3,chain_sum=1), or a file of prompts.jsonl")
     ] = "add",
     grader: Annotated[
         str | None, typer.Option(help="package.module.function of a GradeRequest", show_default="the task's own")
     ] = None,
     strategy: Annotated[str, typer.Option(help="sync, token-budget:tokens=200, over-issue, ...")] = "sync",
     token_budget: Annotated[
-        int | None, typer.Option(help="token-budget: output tokens of an iteration", show_default="by an assumed length")
+        int | None, typer.Option(help="token-budget: output tokens of an iteration", show_default="by the cap")
     ] = None,
     loss: Annotated[str, typer.Option(help="grpo, dr_grpo, dapo, gspo, decoupled_ppo; dapo:clip_high=0.3")] = "grpo",
     correction: Annotated[
@@ -39,11 +39,15 @@ def train(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of a batch")] = 8,
     group_size: Annotated[int, typer.Option(min=1, help="Samples of each prompt")] = 8,
     slots: Annotated[int | None, typer.Option(help="Samples that run at once", show_default="a batch")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Cap on a response's tokens", show_default="the task's")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Cap on a response's tokens", show_default="the task's")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and samples")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all")] = None,
-    numerics: Annotated[str, typer.Option(help="Of the engine. exact: same bits in every batch; fast: up to rounding")] = "exact",
+    numerics: Annotated[
+        str, typer.Option(help="Of the engine. exact: same bits in every batch; fast: up to rounding")
+    ] = "exact",
     policy: Annotated[
         str | None,
         typer.Option(
@@ -51,7 +55,9 @@ def train(
             show_default="by --numerics",
         ),
     ] = None,
-    drafter: Annotated[str | None, typer.Option(help="Speculative decoding: ngram, group, ...", show_default="off")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Speculative decoding: ngram, group, ...", show_default="off")
+    ] = None,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW")] = 1e-5,
     warmup: Annotated[int, typer.Option(min=0, help="Updates until the full learning rate")] = 0,
     weight_decay: Annotated[float, typer.Option(help="Of AdamW")] = 0.0,
@@ -61,13 +67,15 @@ def train(
     kl_coef: Annotated[float, typer.Option(help="Of a KL penalty against the starting weights")] = 0.0,
     lora: Annotated[int, typer.Option(min=0, help="Rank of adapters (needs peft); 0: the model itself")] = 0,
     freeze: Annotated[
-        str | None, typer.Option(help="Parameters that match this regular expression are not trained", show_default="none")
+        str | None, typer.Option(help="Parameters that match this regex are not trained", show_default="none")
     ] = None,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, one forward pass more")] = False,
     max_staleness: Annotated[
         int | None, typer.Option(help="Oldest token that is trained on, in versions", show_default="any")
     ] = None,
-    zero_variance: Annotated[str, typer.Option(help="Groups with equal rewards: train (advantage 0), leave_out")] = "train",
+    zero_variance: Annotated[
+        str, typer.Option(help="Groups with equal rewards: train (advantage 0), leave_out")
+    ] = "train",
     last_segment_only: Annotated[bool, typer.Option(help="Tokens of earlier versions are context only (Kimi)")] = False,
     eval_every: Annotated[int, typer.Option(min=0, help="Steps between evaluations; 0: never")] = 5,
     eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts")] = 48,

@@ -4,7 +4,7 @@
     the engine computes    x (W + s A B)       the merged weights, which `weights()` sends
 
 The two differ by rounding, and so do the log-probabilities of trainer and rollout. A policy that computes with merged
-weights itself (`ExactPolicy` takes an adapted model) agrees bit for bit, at the cost of gradients of the merged weights.
+weights itself (`ExactPolicy` takes an adapted model) agrees bit for bit, for the price of gradients of their size.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ CONFIG = RunConfig(
     strategy="token-budget:tokens=150",
     loss="dapo",
     correction="tis:cap=2",
-    steps=20,
+    steps=14,
     prompts=4,
     group_size=8,
     learning_rate=1e-2,
     threads=1,
     policy="transformers",
-    eval_every=20,
+    eval_every=14,
     eval_samples=25,
     export=False,
 )
@@ -57,15 +57,16 @@ def test_it_learns_on_resumed_samples(toys: ModuleType, model: Path, tmp_path: P
     out = tmp_path / "run"
     summary = run(CONFIG, out, model=model, prompts=toys.ToyPrompts())
     before, after = read_metrics(out / "eval.jsonl")
-    assert (before["step"], after["step"]) == (0, 20)
+    assert (before["step"], after["step"]) == (0, 14)
     assert before["sampled"] < 0.65
     assert after["sampled"] > before["sampled"] + 0.3
     lines = read_metrics(out / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(20))
-    assert sum(bool(line["staleness"]["max"]) for line in lines) >= 10  # most batches have samples of older versions
-    assert sum(line["updated"] for line in lines) >= 8  # until all rewards are the same
+    assert [line["step"] for line in lines] == list(range(14))
+    assert sum(bool(line["staleness"]["max"]) for line in lines) >= 7  # most batches have samples of older versions
+    assert sum(line["updated"] for line in lines) >= 6  # until all rewards are the same
     # what the same weights made agrees up to rounding; what older ones made differs, and is corrected
-    assert all(line["max_difference"] < 1e-4 for line in lines)
+    differences = [line["max_difference"] for line in lines if line["max_difference"] is not None]
+    assert len(differences) >= 7 and max(differences) < 1e-4
     stale = [m["kl_k3"] for line in lines for age, m in line["by_staleness"].items() if int(age) and m["trained"]]
     assert max(stale) > 1e-3
     ledger = summary["runs"]["train"]["ledger"]
