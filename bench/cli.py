@@ -14,7 +14,10 @@ from rich.console import Console
 
 from longtail.bench import (
     calibrate_cli,
+    dpo_cli,
     lengths_cli,
+    mismatch_cli,
+    pairs_cli,
     regrade_cli,
     report_cli,
     scheduling_cli,
@@ -23,6 +26,7 @@ from longtail.bench import (
     staleness_cli,
     store_cli,
     trace_cli,
+    train_cli,
 )
 from longtail.bench.machine import quiet_threads
 
@@ -39,14 +43,18 @@ bench = typer.Typer(invoke_without_command=True)
 app.add_typer(bench, name="bench")
 app.add_typer(store_cli.app, name="store")
 app.add_typer(spec_cli.app, name="spec")
+bench.command("mismatch")(mismatch_cli.mismatch)
 bench.command("scheduling")(scheduling_cli.scheduling)
 bench.command("staleness")(staleness_cli.staleness)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
+app.add_typer(pairs_cli.app, name="pairs")
 calibrate_cli.register(app)
 regrade_cli.register(app)
+dpo_cli.register(app)
 report_cli.register(app)
 simulate_cli.register(app)
+train_cli.register(app)
 console = Console(stderr=True)
 
 

@@ -20,7 +20,7 @@ from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engine import Engine
 from longtail.partial_rollout.environment import Turn
 from longtail.partial_rollout.grading import Grade
-from longtail.partial_rollout.groups import GroupRules, GroupState, is_zero_variance
+from longtail.partial_rollout.groups import GroupRules, GroupState
 from longtail.partial_rollout.ledger import CutLine, Line
 from longtail.partial_rollout.repetition import RepetitionDetector
 from longtail.partial_rollout.slots import Slots
@@ -28,7 +28,7 @@ from longtail.partial_rollout.staleness import StalenessRule, enforce, hand_over
 from longtail.partial_rollout.store import SampleStore
 from longtail.partial_rollout.strategies.base import Strategy
 from longtail.partial_rollout.workers import Workers
-from longtail.sample import ENVIRONMENT, FinishReason, Group, Sample
+from longtail.sample import ENVIRONMENT, FinishReason, Group, Sample, is_zero_variance
 
 Refill = Callable[[], Group | None]
 
@@ -273,7 +273,7 @@ class Generation(Slots):
         if len(group.samples) > group.needed:
             kept = {s.id for s in group.ended[: group.needed]}
             self._take_away(group, [s for s in group.samples if s.id not in kept], "surplus")
-        if self.rules.zero_variance == "drop" and is_zero_variance(group.group):
+        if self.rules.zero_variance == "drop" and is_zero_variance([s.reward for s in group.samples]):
             self.drop(group, "zero-variance")
             self.refill()
         else:

@@ -310,6 +310,13 @@ class Group:
         return all(sample.is_done for sample in self.samples)
 
 
+def is_zero_variance(rewards: Sequence[float | None]) -> bool:
+    """Whether all are the same number: such a group says nothing about which of its samples was better. By equality,
+    since a standard deviation of equal numbers need not be 0 in floats, nor that of unequal ones differ from it. Not
+    where a reward is missing, is NaN, or where there is none."""
+    return len(rewards) > 0 and rewards[0] is not None and all(reward == rewards[0] for reward in rewards)
+
+
 def sample_seed(seed: int | None, group_id: str, index: int) -> int:
     """64-bit seed of one sample: a hash, so that neighbouring seeds and indices share nothing."""
     root = f"seed:{seed}" if seed is not None else f"group:{group_id}"

@@ -15,7 +15,7 @@ from longtail.partial_rollout.engines.simulated.engine import SimulatedEngine
 from longtail.partial_rollout.engines.simulated.script import Length, log_normal, scripted
 from longtail.partial_rollout.environment import Observation, Turn, TurnRequest
 from longtail.partial_rollout.grading import Grade, GradeRequest
-from longtail.partial_rollout.groups import GroupRules, is_zero_variance
+from longtail.partial_rollout.groups import GroupRules
 from longtail.partial_rollout.staleness import StalenessRule
 
 CAP = 40
@@ -113,18 +113,6 @@ def test_a_cancelled_group_leaves_nothing() -> None:
 
 
 # ---- rewards
-
-
-def test_zero_variance_is_equality() -> None:
-    def group(*rewards: float | None) -> Group:
-        made = Group.from_prompt("g", [5], SamplingParams(n=len(rewards)))
-        for sample, reward in zip(made.samples, rewards, strict=True):
-            sample.reward = reward
-        return made
-
-    assert is_zero_variance(group(0.1, 0.1, 0.1))  # whose standard deviation in floats is not 0
-    assert not is_zero_variance(group(0.3, 0.1 + 0.2))
-    assert not is_zero_variance(group(1.0, None)) and not is_zero_variance(group(None, None))
 
 
 def test_groups_of_equal_rewards_are_refilled() -> None:

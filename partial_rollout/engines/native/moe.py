@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from longtail.kernels.activation import gelu_tanh, sigmoid, silu_mul
 from longtail.kernels.linear import PackedLinear, RowRule
+from longtail.partial_rollout.engines.native.differentiable import gelu_tanh, sigmoid, silu_mul
 from longtail.partial_rollout.engines.native.row_invariant import bare_matrices
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -50,11 +50,12 @@ class Routed:
 @contextlib.contextmanager
 def routed(rows: int) -> Iterator[Routed]:
     """Around a forward pass of which the first `rows` rows are no padding."""
+    before = getattr(_thread, "routed", None)
     _thread.routed = record = Routed(rows)
     try:
         yield record
     finally:
-        del _thread.routed
+        _thread.routed = before
 
 
 # ---- how experts compute
