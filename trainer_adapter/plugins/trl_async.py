@@ -9,10 +9,10 @@
     dataset --> rollout (prompts asked ahead) --> rewards, advantages --> rollout_buffer --> step
                    ^ new weights between two steps of the engine <------- send_weights <------+
 
-A sample carries one version in TRL: here it is that of its oldest token that counts in the loss, so that TRL's staleness
-bound holds for every token. What is older is dropped sample by sample, as TRL does it, but by the queue, which tells the
-store: the ledger says stale. TRL looks at the age when it takes a sample, one batch ahead: the batch that it trains on
-may be one version older than `max_staleness`.
+A sample carries one version in TRL: here it is that of its oldest token that counts in the loss, so that TRL's
+staleness bound holds for every token. What is older is dropped sample by sample, as TRL does it, but by the queue,
+which tells the store: the ledger says stale. TRL looks at the age when it takes a sample, one batch ahead: the batch
+that it trains on may be one version older than `max_staleness`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class RolloutWorker:
         self._seen_at = time.monotonic()
         self._queued = 0
 
-    # -- the protocol ---------------------------------------------------------------------------------------------------
+    # -- the protocol --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """After the first weights have come."""
@@ -181,7 +181,7 @@ class RolloutWorker:
                 f"{stale_after_s:g}): {self._queued} samples so far, {len(self.rollout.store)} groups unfinished"
             )
 
-    # -- the thread -----------------------------------------------------------------------------------------------------
+    # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -242,7 +242,7 @@ class RolloutWorker:
         resumed = sum(len({v for v in s.versions if v >= 0}) > 1 for s in samples)
         self._tell({"rollout/resumed_samples": (resumed, len(samples)), "rollout/in_flight": len(self.rollout.store)})
 
-    # -- samples --------------------------------------------------------------------------------------------------------
+    # -- samples -------------------------------------------------------------------------------------------------------
 
     def _tokenize(self, prompt: Any) -> list[int]:
         if not is_conversational({"prompt": prompt}):

@@ -10,10 +10,10 @@
         rollout=open_rollout,
     )
 
-What differs from `GRPOTrainer`: prompts come from the dataset by position, `lookahead` groups ahead, and a batch is made
-of the groups that are complete, whichever prompts those are of. Each goes with its own row: reward functions see the
-columns of the row that the completion answers, and the `Sample` itself (tokens, log-probabilities, versions, segments)
-as `sample`. TRL's own importance-sampling correction weighs every token by what it was sampled with.
+What differs from `GRPOTrainer`: prompts come from the dataset by position, `lookahead` groups ahead, and a batch is
+made of the groups that are complete, whichever prompts those are of. Each goes with its own row: reward functions see
+the columns of the row that the completion answers, and the `Sample` itself (tokens, log-probabilities, versions,
+segments) as `sample`. TRL's own importance-sampling correction weighs every token by what it was sampled with.
 
                  asked for ------------------------> in flight (the rollout's store) --> complete --> batch of a step
     step t       p8 p9                               p5 p6 p7 p8 p9                      p4 p6        p4 p6
@@ -115,9 +115,10 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
 
     def _generate_by_rollout(self) -> None:
         # TRL reads log-probabilities that are not its own, and corrects by them, where it believes that vLLM made them.
-        self.use_vllm, self.rollout_func = True, _hand_over
+        self.use_vllm = True
+        self.rollout_func: Any = _hand_over
 
-    # -- a step ---------------------------------------------------------------------------------------------------------
+    # -- a step --------------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """inputs: the rows that TRL's loader chose. Only their number counts."""
@@ -188,7 +189,7 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
         if fresh.any():
             metrics["rollout/fresh_logp_difference_max"].append(difference[fresh].max().item())
 
-    # -- begin, checkpoint, end -----------------------------------------------------------------------------------------
+    # -- begin, checkpoint, end ----------------------------------------------------------------------------------------
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -97,8 +97,8 @@ class Prompts:
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ValueError(
-                f"train_dataset must be a map-style dataset, not {type(dataset).__name__}: prompts are asked for ahead, "
-                "and again when a run is resumed; make a datasets.Dataset of the stream"
+                f"train_dataset must be a map-style dataset, not {type(dataset).__name__}: prompts are asked for "
+                "ahead, and again when a run is resumed; make a datasets.Dataset of the stream"
             )
         if len(dataset) == 0:
             raise ValueError("train_dataset is empty; it needs at least one row")

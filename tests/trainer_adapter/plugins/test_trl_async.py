@@ -207,8 +207,7 @@ def test_a_later_run_goes_on_with_what_is_unfinished(path: str, tmp_path: Path) 
         for record, sample in continued:
             assert sample.output_ids[: len(begun[sample.id])] == begun[sample.id]
             assert record.model_version == min(sample.versions) - newest  # in the trainer's own count, from 1
-        check_integrity = rollout.check_integrity
-        check_integrity()
+        rollout.check_integrity()
 
 
 def test_an_error_of_a_reward_reaches_the_trainer(path: str, tmp_path: Path) -> None:
@@ -296,7 +295,11 @@ def test_stop_ends_an_iteration_that_would_take_long(path: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
-    [({"token_budget": None}, "token_budget"), ({"token_budget": 512}, "token_budget"), ({"max_staleness": -1}, "max_")],
+    [
+        ({"token_budget": None}, "token_budget"),
+        ({"token_budget": 512}, "token_budget"),
+        ({"max_staleness": -1}, "max_staleness"),
+    ],
 )
 def test_wrong_settings(fields: dict[str, Any], says: str, path: str, tmp_path: Path) -> None:
     with open_rollout(path) as rollout, pytest.raises(ValueError, match=says):

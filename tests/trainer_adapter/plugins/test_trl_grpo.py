@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_groups_finish_in_a_later_step_than_they_started(tmp_path: Path) -> None
     run.train()
     assert len(run.steps) == 5
     crossed = stale = 0
-    for version, (asked, samples, outputs) in enumerate(run.steps):
+    for version, (_, samples, outputs) in enumerate(run.steps):
         check_batch(samples, outputs)
         groups = [samples[i : i + GROUP] for i in range(0, len(samples), GROUP)]
         assert all(len({s.group_id for s in group}) == 1 for group in groups)
@@ -253,16 +254,12 @@ def test_training_goes_on_from_a_checkpoint_with_what_was_in_flight(tmp_path: Pa
     assert open_then <= set(after)  # in flight then
     replayed = [sample.output_ids for _, samples, _ in second.steps[:2] for sample in samples]
     assert replayed == [sample.output_ids for _, samples, _ in first.steps[2:] for sample in samples]
-    resumed = [s for _, samples, _ in second.steps[2:] for s in samples if min(s.versions) < 2 <= max(s.versions)]
-    late = [s for _, samples, _ in second.steps[2:] for s in samples]
-    assert late
     for version, (_, samples, outputs) in enumerate(second.steps[2:], start=4):
         check_batch(samples, outputs)
         assert max(v for sample in samples for v in sample.versions) <= version
     assert second.ledger.generated == second.ledger.pending + sum(second.ledger.lines.values())
     positions = sorted(second.prompts.position(name) for name in {*before[:4], *after})
     assert positions == list(range(len(positions)))  # no prompt was passed over
-    del resumed
 
 
 def test_samples_in_flight_continue_after_a_stop(tmp_path: Path) -> None:
@@ -346,6 +343,23 @@ def test_groups_must_be_whole_in_each_process() -> None:
     )
     with pytest.raises(ValueError, match="6 x steps_per_generation 1 = 6 must be a multiple of num_generations 4"):
         check_config(args)
+
+
+def test_the_model_that_a_rollout_is_opened_with_can_be_copied(tmp_path: Path) -> None:
+    """TRL's forward on the object is bound to it: a copy would compute with the trainer's weights."""
+    copies = []
+
+    def open_rollout(model: Any, version: int) -> Rollout:
+        copies.append(copy.deepcopy(model))
+        return make_rollout(model, version)
+
+    run = trainer(config(tmp_path, max_steps=1), open_rollout)
+    run.train()
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        before = copies[0](ids).logits
+        run.model.get_input_embeddings().weight.zero_()
+        assert torch.equal(copies[0](ids).logits, before)
 
 
 def test_an_engine_of_another_version_is_refused(tmp_path: Path) -> None:

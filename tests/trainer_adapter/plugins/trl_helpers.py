@@ -1,4 +1,4 @@
-"""A tiny model with a byte-level tokenizer and many ends of text, so that lengths differ; a dataset; what trainers saw."""
+"""A tiny model with a byte-level tokenizer and many ends of text, so that lengths differ; a dataset with its reward."""
 
 from __future__ import annotations
 
