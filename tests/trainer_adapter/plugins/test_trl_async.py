@@ -237,6 +237,9 @@ def test_rewards(path: str, tmp_path: Path) -> None:
         worker.start()
         records = [worker.rollout_buffer.get(timeout=60) for _ in range(GROUP)]
         worker.stop()
+        ledger = rollout.store.ledger
+        assert ledger.lines["trained"] == sum(int(record.completion_mask.sum()) for record in records)
+        assert ledger.lines["surplus"] > 0  # scored, and not taken: the other group of the batch
     assert [record.metrics["rewards/later"] for record in records[1:]] == [2.0, 4.0, 6.0]
     rewards = np.array([3.0, 5.0, 7.0])
     assert np.isnan(records[0].metrics["reward"])

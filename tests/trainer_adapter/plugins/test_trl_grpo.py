@@ -28,7 +28,7 @@ from tests.trainer_adapter.plugins.trl_helpers import (
 )
 from trl import GRPOConfig
 
-from longtail import Rollout, Sample, SampleStore
+from longtail import Group, Rollout, Sample, SampleStore
 from longtail.partial_rollout.staleness import StalenessRule
 from longtail.trainer_adapter.plugins.trl_grpo import PartialRolloutGRPOTrainer, check_config, rollout_reward
 
@@ -187,15 +187,31 @@ def test_masked_tokens_are_not_trained_on(tmp_path: Path) -> None:
     assert any(sample.masked for _, samples, _ in run.steps for sample in samples)
 
 
-def test_groups_that_lost_a_sample_are_left_out(tmp_path: Path) -> None:
-    rule = StalenessRule(max_staleness=0, exceeding="drop", scope="sample")
-    run = trainer(config(tmp_path, max_steps=4), lambda model, v: make_rollout(model, v, staleness=rule))
+def test_groups_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
+    """One lost a sample, in one a sample failed: others take their place, and the ledger does not say trained."""
+    torn: list[str] = []
+
+    class Torn(Rollout):
+        def collect(self, *, wait: bool = False) -> list[Group]:
+            groups = super().collect(wait=wait)
+            if not torn:
+                groups[0].samples.pop()
+                groups[1].samples[0].status = "failed"
+                torn.extend(group.id for group in groups)
+            return groups
+
+    def open_rollout(model: Any, version: int) -> Rollout:
+        made = make_rollout(model, version)
+        return Torn(made.engine, strategy=made.strategy)
+
+    run = trainer(config(tmp_path, max_steps=2), open_rollout)
     run.train()
-    for version, (_, samples, outputs) in enumerate(run.steps):
+    for _, samples, outputs in run.steps:
         check_batch(samples, outputs)
-        assert {v for sample in samples for v in sample.versions} == {version}
+        assert len(samples) == 2 * GROUP
+        assert not set(torn) & set(group_ids(samples))
     assert run.ledger.lines["stale"] > 0
-    check_ledger(run)
+    assert run.ledger.lines["failed"] > 0
 
 
 def test_rewards_of_the_rollouts_own_grader() -> None:
