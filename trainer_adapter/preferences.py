@@ -286,7 +286,7 @@ def _mask(sample: Sample) -> tuple[bool, ...] | None:
 
 def grader_of(sample: Sample) -> str | None:
     """Name and version of what gave its reward, where that is recorded. Rewards of two graders are not compared."""
-    return getattr(sample, "grader", None)
+    return sample.grader
 
 
 def origin(sample: Sample) -> Origin:
