@@ -90,12 +90,8 @@ def _dense_rows(model: Any, config: MismatchBenchConfig, progress: Callable[[str
         batch = _roll_out(engine, prompts, config)
         progress(f"trainer, of {rollout}")
         if rollout == "exact":
-            from longtail.partial_rollout.engines.native.training import ExactPolicy
-
-            policy = ExactPolicy(model, engine, check=False)
-            with torch.no_grad():
-                logprobs = policy.logprobs(batch.inputs, temperature=config.temperature)
-            rows.append(_row("dense", rollout, "exact", batch, logprobs))
+            exact = exact_logprobs(model, engine, batch, config.temperature)
+            rows.append(_row("dense", rollout, "exact", batch, exact))
         del engine, rounded
         rows.append(_row("dense", rollout, "float32", batch, ordinary_logprobs(model, batch, config.temperature)))
         if rollout == "exact":
@@ -109,7 +105,6 @@ def _dense_rows(model: Any, config: MismatchBenchConfig, progress: Callable[[str
 def _mixture_rows(config: MismatchBenchConfig, progress: Callable[[str], None]) -> list[dict[str, Any]]:
     import torch
 
-    from longtail.partial_rollout.engines.native.training import ExactPolicy
     from longtail.trainer_adapter.routing import packed_routing, replay_routing
 
     progress("mixture of experts")
@@ -118,10 +113,7 @@ def _mixture_rows(config: MismatchBenchConfig, progress: Callable[[str], None]) 
     samples: list[Any] = []
     prompts = _random_prompts(4 * config.prompts, model.config.vocab_size, config.seed)
     batch = _roll_out(engine, prompts, config, samples)
-    policy = ExactPolicy(model, engine, check=False)
-    with torch.no_grad():
-        exact = policy.logprobs(batch.inputs, temperature=config.temperature)
-    rows = [_row("mixture", "exact", "exact", batch, exact)]
+    rows = [_row("mixture", "exact", "exact", batch, exact_logprobs(model, engine, batch, config.temperature))]
     for name in ("float32", "bfloat16"):
         other = copy.deepcopy(model).to(getattr(torch, name))
         for replay in (False, True):
@@ -157,6 +149,17 @@ def tiny_mixture(seed: int = 0) -> Any:
         eos_token_id=2,
     )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def exact_logprobs(model: Any, engine: Any, batch: TrainBatch, temperature: float) -> torch.Tensor:
+    """float32 [N], by the exact pass."""
+    import torch
+
+    from longtail.partial_rollout.engines.native.training import ExactPolicy
+
+    assert batch.inputs is not None
+    with torch.no_grad():
+        return ExactPolicy(model, engine, check=False).logprobs(batch.inputs, temperature=temperature)
 
 
 def ordinary_logprobs(

@@ -24,10 +24,12 @@ from longtail.sample import Sample
 from longtail.spec_decode.controller import FixedLength
 from longtail.trainer_adapter.batch import Inputs
 
+NUMBA_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+
 
 def qwen2() -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = SIZES | {"hidden_size": 60, "intermediate_size": 97, "tie_word_embeddings": False}
+    sizes: dict[str, Any] = SIZES | {"hidden_size": 60, "intermediate_size": 97, "tie_word_embeddings": False}
     sizes.pop("head_dim")
     sizes["num_attention_heads"], sizes["num_key_value_heads"] = 5, 1
     model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes))
@@ -78,8 +80,11 @@ def recorded(samples: Sequence[Sample]) -> torch.Tensor:
 
 
 def disturbed(engine: NativeEngine, **params: object) -> list[Sample]:
-    """Five samples of two prompts: late arrivals, chunks, drafts half of which are right, pauses with KV and without."""
-    groups = [group("a", prompt(21), n=3, max_tokens=26, **params), group("b", prompt(9, 1), n=2, max_tokens=19, **params)]
+    """Five samples of two prompts: late arrivals, chunks, drafts that are half right, pauses with and without KV."""
+    groups = [
+        group("a", prompt(21), n=3, max_tokens=26, **params),
+        group("b", prompt(9, 1), n=2, max_tokens=19, **params),
+    ]
     samples = [sample for g in groups for sample in g.samples]
     known = {s.id: s.output_ids for s in generate(engine, *(copy.deepcopy(g) for g in groups))}
     engine.reset_prefix_cache()
@@ -108,7 +113,7 @@ def test_bits_of_a_disturbed_rollout(kind: str, make_engine: EngineMaker) -> Non
     order = random.Random(0)
     present = torch.get_num_threads()
     try:
-        for threads in sorted({1, min(2, numba.config.NUMBA_NUM_THREADS)}):
+        for threads in sorted({1, min(2, NUMBA_THREADS)}):
             numba.set_num_threads(threads)
             torch.set_num_threads(threads)
             assert_equal(policy, samples, temperature=0.8)
@@ -116,7 +121,7 @@ def test_bits_of_a_disturbed_rollout(kind: str, make_engine: EngineMaker) -> Non
                 some = order.sample(samples, order.randint(1, len(samples)))
                 assert_equal(policy, some, temperature=torch.full((sum(len(s.output_ids) for s in some),), 0.8))
     finally:
-        numba.set_num_threads(min(present, numba.config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(min(present, NUMBA_THREADS))
         torch.set_num_threads(present)
     # With a graph, and with layers that are computed again, the values are the same.
     assert torch.equal(policy.logprobs(packed(samples), temperature=0.8).detach(), recorded(samples))
@@ -168,10 +173,8 @@ def test_gradients(kind: str, checkpointing: bool, make_engine: EngineMaker) -> 
     model = MODELS[kind]()
     engine = make_engine(model, fused=False if kind.endswith("-interface") else None)
     policy = ExactPolicy(model, engine, checkpointing=checkpointing, check=False)
-    sampled = {"temperature": 0.7}
-    samples = generate(
-        engine, group("a", prompt(21), n=2, max_tokens=15, **sampled), group("b", prompt(9, 1), max_tokens=20, **sampled)
-    )
+    first = group("a", prompt(21), n=2, max_tokens=15, temperature=0.7)
+    samples = generate(engine, first, group("b", prompt(9, 1), max_tokens=20, temperature=0.7))
     torch.manual_seed(1)
     weights = torch.randn(sum(len(s.output_ids) for s in samples))
     parameters = policy.parameters()
@@ -249,7 +252,7 @@ def test_linear_gradients() -> None:
 
 # ---- sampling parameters
 
-SAMPLINGS = [
+SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.8},
     {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
@@ -278,7 +281,7 @@ def test_sampling_parameters(kind: str, make_engine: EngineMaker) -> None:
 def test_gradient_through_penalties(make_engine: EngineMaker) -> None:
     """Against the formula written out: factors on the logits of known tokens, a softmax over what the filters keep."""
     policy, engine = make("llama", make_engine)
-    own = {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.25, "top_k": 40}
+    own: dict[str, Any] = {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.25, "top_k": 40}
     (sample,) = generate(engine, group("a", prompt(9), max_tokens=12, **own))
     model, inputs = policy.model, packed([sample])
     ids, start = inputs.input_ids, len(sample.prompt_ids)
@@ -335,8 +338,8 @@ def test_refusals(make_engine: EngineMaker) -> None:
     inputs.input_ids[3] = 512
     with pytest.raises(ValueError, match=r"input_ids must lie in 0\.\.511"):
         policy.logprobs(inputs)
-    nothing = Inputs(input_ids=torch.zeros(0, dtype=torch.long), lengths=torch.zeros(0, dtype=torch.long), prompt_lengths=torch.zeros(0, dtype=torch.long))
-    assert len(policy.logprobs(nothing)) == 0
+    none = torch.zeros(0, dtype=torch.long)
+    assert len(policy.logprobs(Inputs(input_ids=none, lengths=none, prompt_lengths=none))) == 0
 
 
 def test_planted_faults_are_seen(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +370,7 @@ def test_smollm2() -> None:
 
     path = smollm2_135m()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    engine = NativeEngine(model, max_num_seqs=4, kv_cache_bytes=64 << 20)
+    engine = NativeEngine(model, max_num_seqs=4, max_model_len=256, kv_cache_bytes=64 << 20)
     policy = ExactPolicy(model, engine, checkpointing=True, check=False)
     optimiser = torch.optim.SGD(policy.parameters(), lr=1e-2)
     ids = [[1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47], [504, 1718, 282, 216, 34, 284, 216, 35, 314]]
