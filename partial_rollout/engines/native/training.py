@@ -92,7 +92,7 @@ class ExactPolicy:
     check: compare bits with the engine, and gradients with the model's own forward pass, on a few tokens.
 
     Memory: the model's parameters and their gradients. The engine has its own copy of the weights and goes on with the
-    old ones until `engine.update_weights(policy.weights(), version)`. Here one layer's are packed at a time, in the pass.
+    old ones until `engine.update_weights(policy.weights(), version)`. One layer is packed at a time, within the pass.
 
     ValueError: a model that is not float32 on the CPU, an engine that is not exact or has other weights.
     UnsupportedModel: adapters that cannot be merged, or an architecture for which the check finds other gradients than
@@ -110,9 +110,9 @@ class ExactPolicy:
                     f"model: {name} is {tensor.dtype} on {tensor.device}; the exact pass is float32 on the CPU: load "
                     "it with dtype=torch.float32"
                 )
-        check_adapters(model)
         self.model = model
         self._plain = plain_model(model)
+        check_adapters(self._plain)
         self._weights = Weights(self._plain)
         decoder = engine.decoder
         # Another model is told by its names and shapes, not by other bits.
