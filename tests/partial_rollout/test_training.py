@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from longtail import ExactNumericsUnavailable, NativeEngine, UnsupportedModel
 from longtail.kernels import norm
+from longtail.kernels.attention import paged_attention
+from longtail.kernels.linear import PackedLinear
 from longtail.partial_rollout.engines.native import differentiable, training_forward
 from longtail.partial_rollout.engines.native.training import ExactPolicy
 from longtail.sample import Sample
@@ -342,12 +345,47 @@ def test_refusals(make_engine: EngineMaker) -> None:
     assert len(policy.logprobs(Inputs(input_ids=none, lengths=none, prompt_lengths=none))) == 0
 
 
+class _Unproven(PackedLinear):
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = (x.double() @ self.rows(torch.arange(self.out_features)).double().T).float()
+        y = y if self.bias is None else y + self.bias
+        return y if residual is None else y + residual
+
+
+def test_checkpoint(make_engine: EngineMaker) -> None:
+    policy, engine = make("llama", make_engine)
+    (sample,) = generate(engine, group("a", prompt(9), max_tokens=5))
+    kept = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    assert "lm_head.weight" not in kept  # tied: once
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter *= 1.1
+    assert not torch.equal(policy.logprobs(packed([sample])).detach(), recorded([sample]))
+    wrong = dict(kept)
+    wrong["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is torch\.float32 \(3,\)"):
+        policy.load_state_dict(wrong)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
+        policy.load_state_dict({name: t for name, t in kept.items() if name != "model.norm.weight"})
+    policy.load_state_dict(kept)
+    assert_equal(policy, [sample])
+
+
 def test_planted_faults_are_seen(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     engine = make_engine(model)
     with monkeypatch.context() as patch:  # a norm of other bits
         op = differentiable.differentiable(norm.rms_norm_reference, norm.rms_norm_reference)
         patch.setattr(training_forward, "rms_norm", op)
+        with pytest.raises(ExactNumericsUnavailable, match="other bits"):
+            ExactPolicy(model, engine)
+    with monkeypatch.context() as patch:  # matmuls that no rule has proven: rows alone or in another batch differ
+        patch.setattr(differentiable, "PackedLinear", _Unproven)
+        with pytest.raises(ExactNumericsUnavailable, match="other bits"):
+            ExactPolicy(model, engine)
+    with monkeypatch.context() as patch:  # attention in plain torch
+        reference = functools.partial(paged_attention, backend="reference")
+        patch.setattr(differentiable, "paged_attention", reference)
         with pytest.raises(ExactNumericsUnavailable, match="other bits"):
             ExactPolicy(model, engine)
     own = differentiable.attention_gradients

@@ -45,6 +45,7 @@ def test_adapters_that_cannot_be_merged(make_engine: EngineMaker) -> None:
     for fields, says in (({"lora_dropout": 0.1}, "drops out"), ({"use_dora": True}, "DoRA")):
         model = make_model("qwen3")
         engine = make_engine(model)
-        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], **fields))
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], **fields)
+        adapted = peft.get_peft_model(model, config)
         with pytest.raises(UnsupportedModel, match=says):
             ExactPolicy(adapted, engine)
