@@ -359,7 +359,7 @@ def test_checkpoint(make_engine: EngineMaker) -> None:
     assert "lm_head.weight" not in kept  # tied: once
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter *= 1.1
+            parameter.mul_(1.1)
     assert not torch.equal(policy.logprobs(packed([sample])).detach(), recorded([sample]))
     wrong = dict(kept)
     wrong["model.norm.weight"] = torch.zeros(3)
