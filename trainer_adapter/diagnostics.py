@@ -98,7 +98,7 @@ def _mismatch(d: torch.Tensor, tokens: int, trained: int, dropped: int) -> Misma
         dropped=dropped,
         max_difference=float(d.abs().max()),
         mean_difference=float(d.abs().mean()),
-        kl=-float(d.mean()),
+        kl=0.0 - float(d.mean()),  # and not -0.0
         kl_k3=float((torch.expm1(d) - d).mean()),
         mean_ratio=float(d.exp().mean()),
         ratio_quantiles=_quantiles(d.exp()),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -105,5 +106,5 @@ def _bare(batch: TrainBatch) -> TrainBatch:
 
 
 def _joined(parts: Sequence[TrainBatch]) -> TrainBatch:
-    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _FIELDS}
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in _FIELDS}
     return TrainBatch(version=parts[0].version, **joined)

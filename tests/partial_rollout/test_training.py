@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -18,16 +19,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from longtail import ExactNumericsUnavailable, NativeEngine, UnsupportedModel
 from longtail.kernels import norm
+from longtail.kernels.attention import paged_attention
+from longtail.kernels.linear import PackedLinear
 from longtail.partial_rollout.engines.native import differentiable, training_forward
 from longtail.partial_rollout.engines.native.training import ExactPolicy
 from longtail.sample import Sample
 from longtail.spec_decode.controller import FixedLength
 from longtail.trainer_adapter.batch import Inputs
 
+NUMBA_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+
 
 def qwen2() -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = SIZES | {"hidden_size": 60, "intermediate_size": 97, "tie_word_embeddings": False}
+    sizes: dict[str, Any] = SIZES | {"hidden_size": 60, "intermediate_size": 97, "tie_word_embeddings": False}
     sizes.pop("head_dim")
     sizes["num_attention_heads"], sizes["num_key_value_heads"] = 5, 1
     model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes))
@@ -78,8 +83,11 @@ def recorded(samples: Sequence[Sample]) -> torch.Tensor:
 
 
 def disturbed(engine: NativeEngine, **params: object) -> list[Sample]:
-    """Five samples of two prompts: late arrivals, chunks, drafts half of which are right, pauses with KV and without."""
-    groups = [group("a", prompt(21), n=3, max_tokens=26, **params), group("b", prompt(9, 1), n=2, max_tokens=19, **params)]
+    """Five samples of two prompts: late arrivals, chunks, drafts that are half right, pauses with and without KV."""
+    groups = [
+        group("a", prompt(21), n=3, max_tokens=26, **params),
+        group("b", prompt(9, 1), n=2, max_tokens=19, **params),
+    ]
     samples = [sample for g in groups for sample in g.samples]
     known = {s.id: s.output_ids for s in generate(engine, *(copy.deepcopy(g) for g in groups))}
     engine.reset_prefix_cache()
@@ -108,7 +116,7 @@ def test_bits_of_a_disturbed_rollout(kind: str, make_engine: EngineMaker) -> Non
     order = random.Random(0)
     present = torch.get_num_threads()
     try:
-        for threads in sorted({1, min(2, numba.config.NUMBA_NUM_THREADS)}):
+        for threads in sorted({1, min(2, NUMBA_THREADS)}):
             numba.set_num_threads(threads)
             torch.set_num_threads(threads)
             assert_equal(policy, samples, temperature=0.8)
@@ -116,7 +124,7 @@ def test_bits_of_a_disturbed_rollout(kind: str, make_engine: EngineMaker) -> Non
                 some = order.sample(samples, order.randint(1, len(samples)))
                 assert_equal(policy, some, temperature=torch.full((sum(len(s.output_ids) for s in some),), 0.8))
     finally:
-        numba.set_num_threads(min(present, numba.config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(min(present, NUMBA_THREADS))
         torch.set_num_threads(present)
     # With a graph, and with layers that are computed again, the values are the same.
     assert torch.equal(policy.logprobs(packed(samples), temperature=0.8).detach(), recorded(samples))
@@ -168,10 +176,8 @@ def test_gradients(kind: str, checkpointing: bool, make_engine: EngineMaker) -> 
     model = MODELS[kind]()
     engine = make_engine(model, fused=False if kind.endswith("-interface") else None)
     policy = ExactPolicy(model, engine, checkpointing=checkpointing, check=False)
-    sampled = {"temperature": 0.7}
-    samples = generate(
-        engine, group("a", prompt(21), n=2, max_tokens=15, **sampled), group("b", prompt(9, 1), max_tokens=20, **sampled)
-    )
+    first = group("a", prompt(21), n=2, max_tokens=15, temperature=0.7)
+    samples = generate(engine, first, group("b", prompt(9, 1), max_tokens=20, temperature=0.7))
     torch.manual_seed(1)
     weights = torch.randn(sum(len(s.output_ids) for s in samples))
     parameters = policy.parameters()
@@ -249,7 +255,7 @@ def test_linear_gradients() -> None:
 
 # ---- sampling parameters
 
-SAMPLINGS = [
+SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.8},
     {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
@@ -278,7 +284,7 @@ def test_sampling_parameters(kind: str, make_engine: EngineMaker) -> None:
 def test_gradient_through_penalties(make_engine: EngineMaker) -> None:
     """Against the formula written out: factors on the logits of known tokens, a softmax over what the filters keep."""
     policy, engine = make("llama", make_engine)
-    own = {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.25, "top_k": 40}
+    own: dict[str, Any] = {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.25, "top_k": 40}
     (sample,) = generate(engine, group("a", prompt(9), max_tokens=12, **own))
     model, inputs = policy.model, packed([sample])
     ids, start = inputs.input_ids, len(sample.prompt_ids)
@@ -335,8 +341,34 @@ def test_refusals(make_engine: EngineMaker) -> None:
     inputs.input_ids[3] = 512
     with pytest.raises(ValueError, match=r"input_ids must lie in 0\.\.511"):
         policy.logprobs(inputs)
-    nothing = Inputs(input_ids=torch.zeros(0, dtype=torch.long), lengths=torch.zeros(0, dtype=torch.long), prompt_lengths=torch.zeros(0, dtype=torch.long))
-    assert len(policy.logprobs(nothing)) == 0
+    none = torch.zeros(0, dtype=torch.long)
+    assert len(policy.logprobs(Inputs(input_ids=none, lengths=none, prompt_lengths=none))) == 0
+
+
+class _Unproven(PackedLinear):
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = (x.double() @ self.rows(torch.arange(self.out_features)).double().T).float()
+        y = y if self.bias is None else y + self.bias
+        return y if residual is None else y + residual
+
+
+def test_checkpoint(make_engine: EngineMaker) -> None:
+    policy, engine = make("llama", make_engine)
+    (sample,) = generate(engine, group("a", prompt(9), max_tokens=5))
+    kept = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    assert "lm_head.weight" not in kept  # tied: once
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    assert not torch.equal(policy.logprobs(packed([sample])).detach(), recorded([sample]))
+    wrong = dict(kept)
+    wrong["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is torch\.float32 \(3,\)"):
+        policy.load_state_dict(wrong)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
+        policy.load_state_dict({name: t for name, t in kept.items() if name != "model.norm.weight"})
+    policy.load_state_dict(kept)
+    assert_equal(policy, [sample])
 
 
 def test_planted_faults_are_seen(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +377,15 @@ def test_planted_faults_are_seen(make_engine: EngineMaker, monkeypatch: pytest.M
     with monkeypatch.context() as patch:  # a norm of other bits
         op = differentiable.differentiable(norm.rms_norm_reference, norm.rms_norm_reference)
         patch.setattr(training_forward, "rms_norm", op)
+        with pytest.raises(ExactNumericsUnavailable, match="other bits"):
+            ExactPolicy(model, engine)
+    with monkeypatch.context() as patch:  # matmuls that no rule has proven: rows alone or in another batch differ
+        patch.setattr(differentiable, "PackedLinear", _Unproven)
+        with pytest.raises(ExactNumericsUnavailable, match="other bits"):
+            ExactPolicy(model, engine)
+    with monkeypatch.context() as patch:  # attention in plain torch
+        reference = functools.partial(paged_attention, backend="reference")
+        patch.setattr(differentiable, "paged_attention", reference)
         with pytest.raises(ExactNumericsUnavailable, match="other bits"):
             ExactPolicy(model, engine)
     own = differentiable.attention_gradients
@@ -367,7 +408,7 @@ def test_smollm2() -> None:
 
     path = smollm2_135m()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    engine = NativeEngine(model, max_num_seqs=4, kv_cache_bytes=64 << 20)
+    engine = NativeEngine(model, max_num_seqs=4, max_model_len=256, kv_cache_bytes=64 << 20)
     policy = ExactPolicy(model, engine, checkpointing=True, check=False)
     optimiser = torch.optim.SGD(policy.parameters(), lr=1e-2)
     ids = [[1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47], [504, 1718, 282, 216, 34, 284, 216, 35, 314]]

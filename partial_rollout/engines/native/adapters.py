@@ -25,7 +25,7 @@ def check_adapters(model: nn.Module) -> None:
     """UnsupportedModel for adapters that are more than a sum of products of two matrices on linear layers."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if hasattr(module, "modules_to_save"):
+        if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
             raise UnsupportedModel(f"model: {name} has a copy of its own (modules_to_save); train LoRA matrices alone")
         if hasattr(module, "base_layer") and (not is_adapted(module) or not hasattr(module, "lora_A")):
             raise UnsupportedModel(f"model: the adapter {name} ({kind}) is not LoRA on a linear layer; not supported")

@@ -4,9 +4,9 @@ A kernel that has a plain-torch reference of the same arguments gets the referen
 backward pass (`differentiable`). Linear layers and attention have their formulas here:
 
     y = x W^T + b            dx = g W,  dW = g^T x,  db = sum g                           (rows of padding have g = 0)
-    o = softmax(s) v         dv = p^T g,  ds = p (g v^T - sum_j p_j g v_j^T),  dq = c ds k,  dk = c ds^T q,  s = c q k^T
+    o = softmax(c q k^T) v   dv = p^T g,  ds = p (g v^T - sum_j p_j g v_j^T),  dq = c ds k,  dk = c ds^T q
 
-where p is computed again, a piece of rows at a time, so that memory grows with the length of a sequence and not with its
+where p is computed again, a piece of rows at a time, so that memory grows with a sequence's length and not with its
 square (Dao et al., arXiv 2205.14135). Weights are packed anew in each call: there is no packed copy that an optimiser's
 step could leave behind, and none that takes memory.
 """
@@ -405,15 +405,16 @@ class _FusedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         shape: FusedShape = ctx.shape
-        given = [
+        given: list[Any] = [
             None if x is None else x.detach().requires_grad_(need)
             for x, need in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         ]
+        qkv, q_norm, k_norm = given
         with torch.enable_grad():
-            made = shape.rotated(*given, ctx.rows.positions)  # type: ignore[arg-type]
+            made = shape.rotated(qkv, q_norm, k_norm, ctx.rows.positions)
+        q, k, v = (x.detach() for x in made)
         grad = grad.unflatten(1, (shape.heads, -1))
-        plain = [x.detach() for x in made]
-        grads = attention_gradients(*plain, grad, ctx.rows.lengths, shape.scale, shape.window)[:3]
+        grads = attention_gradients(q, k, v, grad, ctx.rows.lengths, shape.scale, shape.window)[:3]
         reached = [(x, g) for x, g in zip(made, grads, strict=True) if x.requires_grad]
         wanted = [x for x in given if x is not None and x.requires_grad]
         found = iter(torch.autograd.grad([x for x, _ in reached], wanted, [g for _, g in reached]))

@@ -30,11 +30,12 @@ def causal_conv(
 ) -> torch.Tensor:
     """As the kernel of this name. With gradients only from states of zeros."""
 
-    def kernel(*args: Any) -> torch.Tensor:
-        return conv_kernel.causal_conv(*args, state, cu_seqlens, read, write, silu)
+    def kernel(x: Any, weight: Any, bias: Any) -> torch.Tensor:
+        return conv_kernel.causal_conv(x, weight, bias, state, cu_seqlens, read, write, silu)
 
-    def reference(*args: Any) -> torch.Tensor:
-        return conv_kernel.causal_conv_reference(*args, torch.zeros_like(state), cu_seqlens, read, write, silu)
+    def reference(x: Any, weight: Any, bias: Any) -> torch.Tensor:
+        start = torch.zeros_like(state)
+        return conv_kernel.causal_conv_reference(x, weight, bias, start, cu_seqlens, read, write, silu)
 
     return with_gradient_of(kernel, reference, x, weight, bias)
 
@@ -52,11 +53,11 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """As the kernel of this name. With gradients only from states of zeros."""
 
-    def kernel(*args: Any) -> torch.Tensor:
-        return delta_kernel.gated_delta_rule(*args, state, cu_seqlens, read, write)
+    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any) -> torch.Tensor:
+        return delta_kernel.gated_delta_rule(q, k, v, g, beta, state, cu_seqlens, read, write)
 
-    def reference(*args: Any) -> torch.Tensor:
-        return delta_kernel.gated_delta_rule_reference(*args, _zeros(state), cu_seqlens, read, write)
+    def reference(q: Any, k: Any, v: Any, g: Any, beta: Any) -> torch.Tensor:
+        return delta_kernel.gated_delta_rule_reference(q, k, v, g, beta, _zeros(state), cu_seqlens, read, write)
 
     return with_gradient_of(kernel, reference, q, k, v, g, beta)
 
@@ -73,10 +74,10 @@ def linear_attention(
 ) -> torch.Tensor:
     """As the kernel of this name. With gradients only from states of zeros."""
 
-    def kernel(*args: Any) -> torch.Tensor:
-        return linear_kernel.linear_attention(*args, state, cu_seqlens, read, write)
+    def kernel(q: Any, k: Any, v: Any, g: Any) -> torch.Tensor:
+        return linear_kernel.linear_attention(q, k, v, g, state, cu_seqlens, read, write)
 
-    def reference(*args: Any) -> torch.Tensor:
-        return linear_kernel.linear_attention_reference(*args, _zeros(state), cu_seqlens, read, write)
+    def reference(q: Any, k: Any, v: Any, g: Any) -> torch.Tensor:
+        return linear_kernel.linear_attention_reference(q, k, v, g, _zeros(state), cu_seqlens, read, write)
 
     return with_gradient_of(kernel, reference, q, k, v, g)

@@ -31,6 +31,9 @@ BIASES = ("gate_up_proj_bias", "down_proj_bias")
 Gate = Callable[[torch.Tensor], torch.Tensor]
 """gate_up [T, 2 I] -> [T, I], rows independent bit for bit."""
 
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""[T, in] -> [T, out], T padded by the rule."""
+
 
 # ---- what a pass routes
 
@@ -149,7 +152,7 @@ class PackedExperts(nn.Module):
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """weights: gate_up_proj, down_proj and perhaps their biases, [experts, ...] as the model has them."""
-        packed = []
+        packed: list[list[Linear]] = []
         for name, bias_name in zip(WEIGHTS, BIASES, strict=True):
             weight, bias = weights[name].float(), weights.get(bias_name)
             packed.append(

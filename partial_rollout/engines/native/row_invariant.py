@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from longtail.kernels.linear import PackedLinear, RowRule
-from longtail.partial_rollout.engines.native.differentiable import sigmoid, silu, softmax, softplus
+from longtail.partial_rollout.engines.native.differentiable import TrainedLinear, sigmoid, silu, softmax, softplus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +40,7 @@ class RowInvariantFunctions(TorchFunctionMode):
         self._callers: set[type[nn.Module]] = set()
         self._rule = rule
         self._matrices = bare_matrices(model)
-        self._packed: dict[int, PackedLinear] = {}
+        self._packed: dict[int, PackedLinear | TrainedLinear] = {}
         self.load()
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {
             F.linear: self._linear,

@@ -2,7 +2,7 @@
 
 What the engine records of a token, and what this computes again from weights and tokens alone:
 
-    logprobs_mode "processed" (the default): log softmax(processed logits / temperature)[token], where bans (min_tokens),
+    logprobs_mode "processed" (the default): log softmax(processed logits / temperature)[token]. Bans (min_tokens),
         penalties, and then min-p, top-k and top-p have changed the logits: the distribution that was sampled from.
         At temperature 0 (greedy) the temperature counts as 1.
     logprobs_mode "raw": log softmax(logits)[token].
@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from longtail.errors import ExactNumericsUnavailable, UnsupportedModel
 from longtail.kernels.logprobs import token_logprobs
 from longtail.kernels.sample import SampleBatch, processed_logits
-from longtail.partial_rollout.engines.native.adapters import Weights, check_adapters, plain_model
-from longtail.partial_rollout.engines.native.decoder import FusedDecoder
+from longtail.partial_rollout.engines.native.adapters import Weights, check_adapters, is_adapted, plain_model
+from longtail.partial_rollout.engines.native.decoder import FusedDecoder, weights_of
 from longtail.partial_rollout.engines.native.differentiable import PackedSequences
 from longtail.partial_rollout.engines.native.interface import InterfaceDecoder
 from longtail.partial_rollout.engines.native.loader import Probe, check_weights, probe_ids
@@ -91,8 +91,8 @@ class ExactPolicy:
     checkpointing: in the backward pass compute each layer again from its input, which is then all that is kept of it.
     check: compare bits with the engine, and gradients with the model's own forward pass, on a few tokens.
 
-    Memory: the model's parameters and their gradients; the engine has its own copy of the weights, so that it goes on
-    with the old ones until `engine.update_weights(policy.weights(), version)`. One layer's weights are packed at a time.
+    Memory: the model's parameters and their gradients. The engine has its own copy of the weights and goes on with the
+    old ones until `engine.update_weights(policy.weights(), version)`. One layer is packed at a time, within the pass.
 
     ValueError: a model that is not float32 on the CPU, an engine that is not exact or has other weights.
     UnsupportedModel: adapters that cannot be merged, or an architecture for which the check finds other gradients than
@@ -107,15 +107,15 @@ class ExactPolicy:
         for name, tensor in model.named_parameters():
             if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
                 raise ValueError(
-                    f"model: {name} is {tensor.dtype} on {tensor.device}; the exact pass is float32 on the CPU: load it "
-                    "with dtype=torch.float32"
+                    f"model: {name} is {tensor.dtype} on {tensor.device}; the exact pass is float32 on the CPU: load "
+                    "it with dtype=torch.float32"
                 )
-        check_adapters(model)
         self.model = model
         self._plain = plain_model(model)
+        check_adapters(self._plain)
         self._weights = Weights(self._plain)
         decoder = engine.decoder
-        # Names and shapes: of another model, they are told here and not by other bits.
+        # Another model is told by its names and shapes, not by other bits.
         check_weights(decoder.parameter_shapes(), self._weights)
         self._rule, self._block_size, self._vocab = engine.row_rule, engine.config.block_size, engine.spec.vocab_size
         self._longest = engine.spec.max_positions
@@ -190,11 +190,27 @@ class ExactPolicy:
         with torch.no_grad():
             return {name: weight.detach() for name, weight in self._weights.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.model.state_dict()
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """For checkpoints, tied tensors once, not copied: all weights; of an adapted model what is trained."""
+        if any(is_adapted(module) for module in self._plain.modules()):
+            return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        return weights_of(self.model)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(state)
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """In place. ValueError, and nothing is changed, for names, shapes or dtypes that do not fit."""
+        own = self.state_dict()
+        if wrong := sorted(own.keys() ^ state.keys()):
+            which = "missing" if wrong[0] in own else "unknown"
+            raise ValueError(f"state: {wrong[0]} is {which}; is it of this model?")
+        for name, tensor in own.items():
+            if (found := state[name]).shape != tensor.shape or found.dtype != tensor.dtype:
+                raise ValueError(
+                    f"state: {name} is {found.dtype} {tuple(found.shape)}, the model has {tensor.dtype} "
+                    f"{tuple(tensor.shape)}"
+                )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
 
     # -- from hidden states to log-probabilities
 
@@ -236,7 +252,7 @@ class ExactPolicy:
             a, b = (zero if x is None else x for x in (own, g))
             if not float((a - b).norm()) <= 1e-3 * float(b.norm()) + 1e-5 * whole:
                 raise UnsupportedModel(
-                    f"model: the exact pass of {kind} gives parameter {name} another gradient than the model's own pass "
+                    f"model: the exact pass of {kind} gives {name} another gradient than the model's own pass "
                     f"(norm of the difference {float((a - b).norm()):.3g}, of the gradient {float(b.norm()):.3g}); "
                     "train it with an ordinary forward pass, and measure the mismatch"
                 )

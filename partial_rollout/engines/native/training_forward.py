@@ -89,8 +89,8 @@ class FusedForward:
         w = self.weights
         h = rms_norm(x, w[f"{own}.input_layernorm.weight"], eps)
         qkv = self._linear(*(f"{own}.self_attn.{name}_proj" for name in "qkv"))(h)
-        norms = (w.get(f"{own}.self_attn.{name}_norm.weight") for name in "qk")
-        a = fused_attention(qkv, *norms, rows, self.shapes[i])
+        q_norm, k_norm = (w.get(f"{own}.self_attn.{name}_norm.weight") for name in "qk")
+        a = fused_attention(qkv, q_norm, k_norm, rows, self.shapes[i])
         x = self._linear(f"{own}.self_attn.o_proj")(a, residual=x)
         h = rms_norm(x, w[f"{own}.post_attention_layernorm.weight"], eps)
         gate_up = self._linear(f"{own}.mlp.gate_proj", f"{own}.mlp.up_proj")(h)
@@ -156,8 +156,9 @@ def _attention(
         out = attention_over_latents(q_latent, q_rope, value[0, 0], key[0, 0], run.rows, scale)
         return projection.expand(out)[None], None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    variant = {"window": kwargs.get("sliding_window") or 0, "softcap": kwargs.get("softcap") or 0.0}
-    return attention(q, k, v, run.rows, scale, sinks=kwargs.get("s_aux"), **variant)[None], None
+    window, softcap = kwargs.get("sliding_window") or 0, kwargs.get("softcap") or 0.0
+    out = attention(q, k, v, run.rows, scale, window=window, softcap=softcap, sinks=kwargs.get("s_aux"))
+    return out[None], None
 
 
 class _Linear(nn.Module):
@@ -184,7 +185,7 @@ class _Experts(moe.PackedExperts):
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         own = dict(self.named_parameters(recurse=False))
-        stacks = []
+        stacks: list[list[moe.Linear]] = []
         for name, bias_name in zip(moe.WEIGHTS, moe.BIASES, strict=True):
             weight = own[name].mT if self.form.transposed else own[name]
             biases = own[bias_name].unbind() if bias_name in own else [None] * len(weight)
@@ -228,7 +229,7 @@ def _is_linear(module: nn.Module) -> bool:
     return is_plain_linear(module) or is_adapted(module)
 
 
-TRAINED = Replacements(_Linear, _is_linear, _Experts, _Projection)  # type: ignore[arg-type]
+TRAINED = Replacements(_Linear, _is_linear, _Experts, _Projection)
 
 
 class InterfaceForward:
