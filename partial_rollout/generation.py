@@ -55,6 +55,8 @@ class Generation(Slots):
         self.rules, self.repetition, self.listener = rules, repetition, listener
         self._submit, self._refill = submit, refill
         self._counted = engine.stats()
+        self._ordered_by: Strategy | None = None
+        """Whose orders the queue has."""
         self._number = 0
         self.dropped: list[Sample] = []
         """Samples that left otherwise than by hand-over; whoever counts them empties it."""
@@ -127,7 +129,8 @@ class Generation(Slots):
                 self.restart(group, list(group.samples), "aborted")
             elif group.is_ready and group.id not in state.ready:
                 self._complete(group)
-        state.queue.reorder_all()
+        state.queue.reorder_all(strictly=strategy is not self._ordered_by)
+        self._ordered_by = strategy
 
     def end(self) -> None:
         """The iteration is over: until the next one begins, the strategy is asked nothing."""
@@ -174,7 +177,8 @@ class Generation(Slots):
             self.commit()
         self._left([*out.finished, *out.turns])
         self._end_loops()
-        self.renew([s for s in out.at_limit if s.id in state.running])
+        if out.at_limit:
+            self.renew([s for s in out.at_limit if s.id in state.running])
         return True
 
     def halt(self) -> None:
@@ -299,6 +303,8 @@ class Generation(Slots):
 
     def _collect_background(self) -> bool:
         """-> whether there was something."""
+        if self.workers.is_idle:
+            return False
         self.workers.poll()
         brought = False
         while (found := self.workers.next()) is not None:

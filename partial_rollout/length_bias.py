@@ -19,7 +19,7 @@ import dataclasses
 import warnings
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,8 +61,7 @@ class IterationBias:
     biased: bool
 
 
-@dataclasses.dataclass(slots=True)
-class _Open:
+class _Open(NamedTuple):
     group: str
     since: int
     """The iteration in which it was first seen with a token."""
@@ -70,8 +69,7 @@ class _Open:
     ended: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Decided:
+class _Decided(NamedTuple):
     iteration: int
     group: str
     tokens: int

@@ -93,8 +93,10 @@ class MemoryTables:
     def save(self, samples: Iterable[Sample]) -> None:
         gained = 0
         for sample in samples:
-            before = self._samples[sample.id]
-            length, generated = len(sample.output_ids), sample.num_generated
+            before, length = self._samples[sample.id], len(sample.output_ids)
+            if length == before.tokens and sample.masked == before.masked == 0:
+                continue
+            generated = sample.num_generated
             assert length >= before.tokens, f"sample {sample.id} has lost tokens: {length} of {before.tokens}"
             gained += generated - (before.tokens - before.observed)
             self._put(sample, before.line, length, generated)

@@ -34,7 +34,7 @@ class Slots:
     ) -> None:
         self.engine, self.store, self.strategy, self.workers = engine, store, strategy, workers
         self.staleness, self.snapshots = staleness, snapshots
-        queue = SampleQueue(self._order, lambda sample: (self.state.group(sample).number, sample.index))
+        queue = SampleQueue(self._order, self._age, self._stands)
         self.state = RolloutState(LengthEstimates(context=engine.max_model_len or UNBOUNDED), queue)
         self.begun = False
         """Whether an iteration is under way: else the strategy is asked nothing."""
@@ -50,6 +50,12 @@ class Slots:
             return (0, self.state.group(sample).number, sample.index)
         order = self.strategy.order(sample, self.state)
         return None if order is None else (1, *order)
+
+    def _age(self, sample: Sample) -> tuple[int, int]:
+        return self.state.groups[sample.group_id].number, sample.index
+
+    def _stands(self, sample: Sample) -> bool:
+        return self.strategy.fresh_stand and not self.state.groups[sample.group_id].started
 
     def wait_for(self, group_ids: Iterable[str]) -> None:
         """The iteration has to finish them, whatever the strategy says."""
@@ -81,6 +87,7 @@ class Slots:
             state.num_admissions += 1
             if not group.started:
                 group.started = True
+                state.queue.stir(group.samples)
                 group.first_iteration = state.iteration
                 state.num_started += 1
                 if self.staleness is not None and self.staleness.is_due_at_once:

@@ -194,7 +194,9 @@ class SimulatedCluster:
         """To the next event that says something, to `until`, or until `horizon` output tokens are made."""
         out = StepOutput(self._version, num_output_tokens=self._unreported)
         self._unreported = 0
-        stop = min((time for time in (until, self.alarm) if time is not None), default=math.inf)
+        stop = math.inf if until is None else until
+        if self.alarm is not None:
+            stop = min(stop, self.alarm)
         stop = max(stop, self.clock.now())
         target = None if horizon is None else self._made + horizon
         while self.has_work:
@@ -365,14 +367,15 @@ class SimulatedCluster:
         return free if free > 0 and self._alive[number] else 0
 
     def _set_load(self, number: int, load: int) -> None:
-        before = self._open_slots(number)
+        slots = self._slots[number]
+        if self._alive[number]:
+            self._free += max(slots - load, 0) - max(slots - self._load[number], 0)
         self._load[number] = load
-        self._free += self._open_slots(number) - before
         if len(self._by_load) > 4 * len(self.instances) + 64:
             self._by_load = [(self._share(n), n) for n in range(len(self.instances))]
             heapq.heapify(self._by_load)
         else:
-            heapq.heappush(self._by_load, (self._share(number), number))
+            heapq.heappush(self._by_load, (load / slots, number))
 
     def _share(self, number: int) -> float:
         return self._load[number] / self._slots[number]
@@ -406,11 +409,12 @@ class SimulatedCluster:
 
     def _least_loaded(self, sample: Sample) -> int:
         """With memory for it, if there is one with a slot; without a slot anywhere, the least loaded of all."""
-        needed, passed = sample.num_tokens, list[tuple[float, int]]()
+        needed = sample.num_tokens
+        passed: list[tuple[float, int]] = []
         best = None
         while self._by_load:
             share, number = self._by_load[0]
-            if share != self._share(number) or not self._alive[number]:
+            if share != self._load[number] / self._slots[number] or not self._alive[number]:
                 heapq.heappop(self._by_load)
                 continue
             if best is None:

@@ -134,7 +134,7 @@ class SimulatedEngine:
         self.faults.begin_add(batch)
         check_limit(limit)
         endings = [self._ending(sample) for sample in batch]
-        if len({s.id for s in batch}) < len(batch):
+        if len(batch) > 1 and len({s.id for s in batch}) < len(batch):
             raise ValueError("samples: two samples have the same id; every sample needs its own")
         for sample, ending in zip(batch, endings, strict=True):
             seq = SimulatedSequence(sample, self.scheduler.passes, ending, self._version, sample.num_tokens)
@@ -293,12 +293,12 @@ class SimulatedEngine:
         """Passes that are alike: `most` of them, or as many as get to `until`."""
         scheduler = self.scheduler
         n, context = len(scheduler.running), scheduler.num_decoding_tokens
-        passes, *span = self._timing.decode(n, context, scheduler.passes.count, most, until)
+        passes, start, end = self._timing.decode(n, context, scheduler.passes.count, most, until)
         scheduler.passes.count += passes
         rows = n * passes
         made = rows - self._settle(scheduler.due(), out)
         context = total_context(n, context, passes)
-        self._passed(out, (span[0], span[1]), n, made, passes=passes, rows=rows, prefill=0, context=context)
+        self._passed(out, (start, end), n, made, passes=passes, rows=rows, prefill=0, context=context)
 
     def _mixed(self, out: StepOutput) -> None:
         """One pass as the scheduler has it: decodes, chunks of prefills, admissions."""
@@ -327,20 +327,21 @@ class SimulatedEngine:
         out.num_output_tokens += made
         out.num_seqs = num_seqs
         self._journal.passed(span, num_seqs=num_seqs, made=made, **counts)
-        ended, self._ended = self._ended, []
-        for seq in ended:
-            out.turns.append(self._take_out(seq, "park", snapshot=True))
+        if self._ended:
+            ended, self._ended = self._ended, []
+            for seq in ended:
+                out.turns.append(self._take_out(seq, "park", snapshot=True))
 
     def _computed(self, chunk: Chunk, out: StepOutput) -> int:
         """A chunk has been computed. -> failures."""
         seq = chunk.seq
         if not self.scheduler.compute(chunk):
             return 0
-        length = seq.num_output_tokens
+        length, timings = seq.num_output_tokens, seq.sample.timings
         if seq.ending.kind != "failure" or length < seq.ending.emission:
             self.records.begin(seq, length - 1, self._version)
-            if seq.sample.timings.first_token is None:
-                seq.sample.timings.first_token = self.now()
+            if timings.first_token is None:
+                timings.first_token = self.now()
                 self._journal.emit("first_token", seq.sample)
         if seq.next_emission <= length:
             return self._settle([seq], out)
