@@ -300,15 +300,15 @@ class _Measured:
         self._handed.append((end, self._groups, run.tokens_trained))
 
     def _sample(self, sample: Sample, version: int) -> None:
-        run, timings = self.run, sample.timings
+        run, finished = self.run, sample.timings.finished
         run.samples_trained += 1
         run.tokens_trained += len(sample.output_ids)
         for segment in sample.segments:
             age = version - segment.version
             self._staleness[age] = self._staleness.get(age, 0) + segment.end - segment.start
-        if timings.finished is not None:
-            number = bisect.bisect_right(self._starts, timings.finished) - 1
-            self._finishes.setdefault(number, []).append(timings.finished)
+        if finished is not None:
+            number = bisect.bisect_right(self._starts, finished) - 1
+            self._finishes.setdefault(number, []).append(finished)
 
     def trained(self, seconds: float) -> None:
         self.run.training_seconds += seconds

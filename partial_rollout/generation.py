@@ -236,8 +236,7 @@ class Generation(Slots):
             group.measured.add(sample.id)
             self.state.lengths.observe(sample)
         self._grade(sample)
-        for sibling in group.samples:
-            self.state.queue.reorder(sibling)
+        self.state.queue.reorder(group.samples)
 
     def _failed(self, sample: Sample) -> None:
         group = self.state.group(sample)
@@ -261,7 +260,7 @@ class Generation(Slots):
 
     def _grade(self, sample: Sample) -> None:
         wants = sample.status == "finished" and sample.reward is None and sample.grade_failure is None
-        if self.workers.grader is None or not wants:
+        if not wants or self.workers.grader is None:
             self._done(sample)
             return
         self.workers.grade(sample, self.state.group(sample).group.task)

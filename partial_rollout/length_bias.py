@@ -148,8 +148,7 @@ class LengthBias:
                     raise ValueError(f"sample {sample.id} is named twice; each is trained, unfinished or dropped")
                 seen.add(sample.id)
                 tokens = len(sample.output_ids)
-                cut_short = sample.status == "failed" or sample.finish_reason in ("aborted", "error")
-                end = sample.status == "finished" and not cut_short
+                end = sample.status == "finished" and sample.finish_reason not in ("aborted", "error")
                 known = before.get(sample.id)
                 if known is not None and tokens < known.tokens:
                     known = None

@@ -150,10 +150,10 @@ class MemoryTables:
             self._set(self._open, group.id)
             for sample in group.samples:
                 row, line = self._samples[sample.id], lines[sample.id]
-                written = row.tokens - row.observed
-                _move(tokens, row.line, written, row.masked, -1)
-                _move(tokens, line, written, row.masked, 1)
-                self._set(self._samples, sample.id, _Row(line, *row[1:]))
+                before, length, observed, masked = row
+                _move(tokens, before, length - observed, masked, -1)
+                _move(tokens, line, length - observed, masked, 1)
+                self._set(self._samples, sample.id, _Row(line, length, observed, masked))
         del tokens["pending"]
         self.count(tokens)
         return number

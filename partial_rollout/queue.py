@@ -16,7 +16,7 @@ Age = tuple[int, int]
 class SampleQueue:
     """order: the key of a sample, or None while it may not be admitted. age: smaller is older, of no two the same, and
     never another; it breaks ties and gives `oldest`. stands: whether the key of a sample that may be admitted stays
-    what it is until `reorder` or `stir` names it: `reorder_all` then does not ask for it again.
+    what it is until `stir` names it: it is not asked for again.
 
     Entries of the heaps that are out of date are skipped when they come up, and cleared away before they are more than
     those that count."""
@@ -32,7 +32,7 @@ class SampleQueue:
         self._entered: dict[str, tuple[Order, Age, str]] = {}
         """The entry that counts, of samples that may be admitted."""
         self._unsettled: dict[str, Sample] = {}
-        """Those that `reorder_all` asks about: all but those whose key stands."""
+        """Of those that wait, all but those whose keys stand."""
         self._ordered: list[tuple[Order, Age, str]] = []
         self._aged: list[tuple[Age, str]] | None = None
         """None: nobody has asked for the oldest yet."""
@@ -66,13 +66,16 @@ class SampleQueue:
         if sample.id in self._samples:
             self.remove(sample)
 
-    def reorder(self, sample: Sample) -> None:
-        """Asks for its order again, if it waits."""
-        if sample.id in self._samples:
-            self._enter(sample)
+    def reorder(self, samples: Iterable[Sample]) -> None:
+        """Asks for the order of those that wait again, but for those whose keys stand."""
+        unsettled = self._unsettled
+        for sample in samples:
+            if sample.id in unsettled:
+                self._enter(sample)
 
     def stir(self, samples: Iterable[Sample]) -> None:
-        """The next `reorder_all` asks about those of them that wait, also where their keys stood."""
+        """The keys of those that wait stand no longer: the next time that all, or they, are to be ordered, they are
+        asked about."""
         for sample in samples:
             if sample.id in self._samples:
                 self._unsettled[sample.id] = sample

@@ -61,33 +61,34 @@ class Slots:
         """The iteration has to finish them, whatever the strategy says."""
         for group_id in group_ids:
             self.awaited.add(group_id)
-            for sample in self.state.groups[group_id].samples:
-                self.state.queue.reorder(sample)
+            self.state.queue.reorder(self.state.groups[group_id].samples)
 
     def admit(self) -> None:
         """Fills the free slots."""
-        state, free = self.state, self.engine.num_free_slots
+        state, queue, free = self.state, self.state.queue, self.engine.num_free_slots
         refused: set[str] = set()
-        while free > 0 and (first := state.queue.first()) is not None:
+        while free > 0 and (first := queue.first()) is not None:
             chosen = Admit(first) if first.group_id in self.awaited else self.strategy.admit(first, state)
             if chosen is None:
                 if first.id in refused:
                     return
                 refused.add(first.id)
-                state.queue.reorder(first)
+                queue.reorder((first,))
+                if queue.first() is first:
+                    return
                 continue
             free -= 1
-            sample, group = chosen.sample, state.group(chosen.sample)
-            self.store.watch([sample])
+            sample, group = chosen.sample, state.groups[chosen.sample.group_id]
+            self.store.watch((sample,))
             state.lengths.admit(sample)
-            self.engine.add([sample], limit=chosen.limit)
-            state.queue.remove(sample)
+            self.engine.add((sample,), limit=chosen.limit)
+            queue.remove(sample)
             state.running[sample.id] = sample
             state.started_with.setdefault(sample.id, len(sample.output_ids))
             state.num_admissions += 1
             if not group.started:
                 group.started = True
-                state.queue.stir(group.samples)
+                queue.stir(group.samples)
                 group.first_iteration = state.iteration
                 state.num_started += 1
                 if self.staleness is not None and self.staleness.is_due_at_once:

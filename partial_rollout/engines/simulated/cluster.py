@@ -175,7 +175,7 @@ class SimulatedCluster:
 
     def add(self, samples: Iterable[Sample], *, limit: int | None = None) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""
-        batch = list(samples)
+        batch = samples if isinstance(samples, tuple) else tuple(samples)
         if len(batch) > 1 or len(self._kinds) > 1:
             for sample in batch:
                 self.check(sample)
@@ -260,12 +260,15 @@ class SimulatedCluster:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _replan(self) -> None:
+        if not self._changed:
+            return
+        stamps, held = self._stamps, self._held
         for number in self._changed:
-            self._stamps[number] += 1
+            stamp = stamps[number] = stamps[number] + 1
             instance = self.instances[number]
-            time = instance.now() if number in self._held else instance.next_time()
+            time = instance.now() if number in held else instance.next_time()
             if time is not None:
-                heapq.heappush(self._agenda, (time, number, self._stamps[number]))
+                heapq.heappush(self._agenda, (time, number, stamp))
         self._changed.clear()
 
     def _next_time(self) -> float:
@@ -293,7 +296,9 @@ class SimulatedCluster:
             out.num_output_tokens += made.num_output_tokens
         if not (made.finished or made.at_limit or made.turns):
             return
-        for sample in (*made.finished, *made.turns):
+        for sample in made.finished:
+            self._left(number, sample.id)
+        for sample in made.turns:
             self._left(number, sample.id)
         made.num_output_tokens = 0
         if out is None or self.instances[number].now() > self.clock.now():

@@ -37,7 +37,6 @@ class Journal:
     def passed(
         self,
         span: tuple[float, float],
-        *,
         passes: int,
         num_seqs: int,
         rows: int,

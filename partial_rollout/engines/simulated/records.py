@@ -114,12 +114,11 @@ class Column(Sequence[T], Generic[T]):
     __slots__ = ("_given", "grows_with", "size")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.grows_with: SimulatedSequence | None = None
-        """The running sequence whose output length is its own."""
-        self._given: list[tuple[int, list[T]]] | None = None
-        """Stretches that somebody else wrote, with the positions at which they start."""
+    size: int
+    grows_with: SimulatedSequence | None
+    """The running sequence whose output length is its own."""
+    _given: list[tuple[int, list[T]]] | None
+    """Stretches that somebody else wrote, with the positions at which they start."""
 
     def _computed(self, start: int, end: int) -> list[T]:
         """Of positions that nobody else wrote."""
@@ -196,7 +195,7 @@ class TokenIds(Column[int]):
     __slots__ = ("_seed", "_vocab_size")
 
     def __init__(self, seed: int, known: Sequence[int], vocab_size: int) -> None:
-        super().__init__(0)
+        self.size, self.grows_with, self._given = 0, None, None
         self._seed, self._vocab_size = seed, vocab_size
         if known:
             self.extend(known)
@@ -209,7 +208,7 @@ class Logprobs(Column[float]):
     __slots__ = ("_seed",)
 
     def __init__(self, seed: int, known: Sequence[float]) -> None:
-        super().__init__(0)
+        self.size, self.grows_with, self._given = 0, None, None
         self._seed = seed
         if known:
             self.extend(known)
@@ -224,7 +223,7 @@ class Versions(Column[PolicyVersion]):
     __slots__ = ("_segments",)
 
     def __init__(self, segments: list[Segment], size: int) -> None:
-        super().__init__(size)
+        self.size, self.grows_with, self._given = size, None, None
         self._segments = segments
 
     def extend(self, values: Sequence[PolicyVersion]) -> None:
