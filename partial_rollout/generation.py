@@ -115,7 +115,7 @@ class Generation(Slots):
     def begin(self, strategy: Strategy, iteration: int) -> None:
         state, self.strategy, self.begun = self.state, strategy, False
         state.iteration, state.num_output_tokens, state.num_admissions = iteration, 0, 0
-        for sample in [s for s in state.queue if s.is_done]:  # the caller ended it, in an engine of his own
+        for sample in [s for s in state.queue if s.status in ("finished", "failed")]:  # the caller ended it, in an engine of his own
             state.queue.remove(sample)
             self.place(sample)
         self.settle()

@@ -154,7 +154,7 @@ class BatchStrategy(Strategy):
 
 def oldest_unfinished_first(sample: Sample, state: RolloutState) -> Order:
     """Work that was begun before new work (samples, then groups), and all by age: nothing starves."""
-    group = state.group(sample)
+    group = state.groups[sample.group_id]
     return (not sample.output_ids, not group.started, group.number, sample.index)
 
 

@@ -78,13 +78,13 @@ class SimulatedCluster:
         self._bound: dict[str, int] = {}
         """Instance of each group, where they are bound."""
         self.alarm: float | None = None  # `step` goes no further than this time either
-        self.last_left = self.clock.now()  # when a sample left its slot last
+        self.last_left = self.clock.time  # when a sample left its slot last
         self._version = PolicyVersion(version)
         self.instances = [
             Instance(
                 cost=kind.cost,
                 lengths=lengths,
-                clock=VirtualClock(self.clock.now()),
+                clock=VirtualClock(self.clock.time),
                 name=f"{name}-{number}",
                 version=version,
                 listener=listener,
@@ -159,7 +159,7 @@ class SimulatedCluster:
         return bool(self._where or self._held)
 
     def now(self) -> float:
-        return self.clock.now()
+        return self.clock.time
 
     @property
     def slot_seconds(self) -> float:
@@ -197,7 +197,7 @@ class SimulatedCluster:
         stop = math.inf if until is None else until
         if self.alarm is not None:
             stop = min(stop, self.alarm)
-        stop = max(stop, self.clock.now())
+        stop = max(stop, self.clock.time)
         target = None if horizon is None else self._made + horizon
         while self.has_work:
             if horizon is not None and out.num_output_tokens >= horizon:
@@ -301,14 +301,14 @@ class SimulatedCluster:
         for sample in made.turns:
             self._left(number, sample.id)
         made.num_output_tokens = 0
-        if out is None or self.instances[number].now() > self.clock.now():
+        if out is None or self.instances[number].now() > self.clock.time:
             _merge(self._held.setdefault(number, StepOutput(self._version)), made)
         else:
             _merge(out, made)
 
     def _catch_up(self, number: int, out: StepOutput | None = None) -> None:
         """Brings an instance to the clock."""
-        instance, now = self.instances[number], self.clock.now()
+        instance, now = self.instances[number], self.clock.time
         if instance.now() >= now:
             return
         if not instance.has_work:
@@ -340,14 +340,14 @@ class SimulatedCluster:
     def _next_look(self, target: int, wanting: int) -> float:
         """When half of the tokens are made at the rates of the moment."""
         rate = sum(instance.pace() for instance in self.instances)
-        look = self.clock.now() + wanting / (2.0 * rate) if rate else math.inf
+        look = self.clock.time + wanting / (2.0 * rate) if rate else math.inf
         self._look = (target, 3 * len(self._where) // 2, look)
         return look
 
     def _pass_by_pass(self, wanting: int, end: float, out: StepOutput) -> bool:
         """The passes that begin before `end`, in the order of their beginnings."""
         goal = out.num_output_tokens + wanting
-        starts = [(max(i.now(), self.clock.now()), n) for n, i in enumerate(self.instances) if i.has_work]
+        starts = [(max(i.now(), self.clock.time), n) for n, i in enumerate(self.instances) if i.has_work]
         heapq.heapify(starts)
         did = False
         while starts and out.num_output_tokens < goal:
@@ -448,7 +448,7 @@ class SimulatedCluster:
         for sample_id in ids:
             by_instance.setdefault(self._get(sample_id), []).append(sample_id)
         taken: dict[str, Sample] = {}
-        latest = self.clock.now()
+        latest = self.clock.time
         for number, own in by_instance.items():
             self._catch_up(number)
             instance = self.instances[number]
@@ -470,7 +470,7 @@ class SimulatedCluster:
         self.clock.advance_to(time)
         instance = self.instances[number]
         if back:
-            instance.wait_until(self.clock.now())
+            instance.wait_until(self.clock.time)
             self._alive[number] = True
             self._free += self._slots[number]
             self._set_load(number, 0)

@@ -47,7 +47,7 @@ class Timing:
         """The last run of passes that was reckoned, and its seconds: what is looked ahead at is often made next."""
 
     def now(self) -> float:
-        at, clock = self._at, self.clock.now()
+        at, clock = self._at, self.clock.time
         return at if at > clock else clock
 
     def spend(self, seconds: float) -> None:
