@@ -64,7 +64,10 @@ def measure(samples: int, strategy: str = "sync", instances: int = 1024) -> dict
 
 
 def curve(
-    sizes: Iterable[int] = SIZES, *, instances: int = 1024, progress: Callable[[dict[str, Any]], None] = lambda row: None
+    sizes: Iterable[int] = SIZES,
+    *,
+    instances: int = 1024,
+    progress: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[dict[str, Any]]:
     """`measure` of each size, in rising order, in which the peak of memory is that of each."""
     rows = []

@@ -35,7 +35,8 @@ def train(
         int | None, typer.Option(min=1, help="mtp: draft positions that are trained", show_default="2")
     ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(min=0, help="mtp: most frequent tokens that may be drafted; 0: all", show_default="8192")
+        int | None,
+        typer.Option(min=0, help="mtp: most frequent tokens that may be drafted; 0: all", show_default="8192"),
     ] = None,
     layers: Annotated[
         int | None,
@@ -109,8 +110,10 @@ def table(record: dict[str, Any]) -> Table:
         shown.add_column(name, justify="left" if name == "acceptance" else "right")
     for temperature, entries in found["temperatures"].items():
         for name, entry in entries.items():
-            for label, now in ((f"{name}, before", before and before["temperatures"][temperature][name]), (name, entry)):
-                if now:
-                    rates = [f"{rate:.2f}" for rate in now["by_position"]]
-                    shown.add_row(temperature, label, *rates, f"{now['acceptance_length']:.2f}")
+            told = [(name, entry)]
+            if before is not None:
+                told.insert(0, (f"{name}, before", before["temperatures"][temperature][name]))
+            for label, figures in told:
+                rates = [f"{rate:.2f}" for rate in figures["by_position"]]
+                shown.add_row(temperature, label, *rates, f"{figures['acceptance_length']:.2f}")
     return shown

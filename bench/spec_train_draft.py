@@ -69,9 +69,9 @@ class TrainedDraft:
     """How."""
 
     def save(self, directory: str | Path, tokenizer: str | None = None) -> None:
-        """A whole model takes the place of the one before: two renames, and a kill between them leaves both beside the
-        directory. tokenizer: where to take one from, if there is one, which makes it a model to use alone. ValueError if
-        the directory holds something else."""
+        """A whole model takes the place of the one before: two renames, and a kill between them leaves both beside
+        the directory. tokenizer: where to take one from, if there is one, which makes it a model to use alone.
+        ValueError if the directory holds something else."""
         directory = Path(directory)
         if directory.exists() and not (directory / ABOUT).is_file() and any(directory.iterdir()):
             raise ValueError(f"out: {directory} holds something that is no draft model of ours; name another directory")
@@ -234,8 +234,8 @@ def _layers(model: PreTrainedModel) -> Any:
     base: Any = model.base_model
     if not hasattr(base, "layers") or not hasattr(base, "norm"):
         raise ValueError(
-            f"layers: a {model.config.model_type} has no layers and norm of the usual names; begin with a smaller model "
-            "instead (start)"
+            f"layers: a {model.config.model_type} has no layers and norm of the usual names; begin with a smaller "
+            "model instead (start)"
         )
     return base.layers
 

@@ -115,7 +115,8 @@ class Generation(Slots):
     def begin(self, strategy: Strategy, iteration: int) -> None:
         state, self.strategy, self.begun = self.state, strategy, False
         state.iteration, state.num_output_tokens, state.num_admissions = iteration, 0, 0
-        for sample in [s for s in state.queue if s.status in ("finished", "failed")]:  # the caller ended it, in an engine of his own
+        # What the caller ended, in an engine of his own.
+        for sample in [s for s in state.queue if s.status in ("finished", "failed")]:
             state.queue.remove(sample)
             self.place(sample)
         self.settle()

@@ -15,7 +15,8 @@ from longtail.bench import analysis, simulate_published, simulate_scale
 from longtail.bench.cli import app
 from longtail.bench.cluster_spec import CONFIGS, ClusterSpec, Drafting, Seconds, Speculation, read_spec, spec_of
 from longtail.bench.cost_model import CostModel, StepModel
-from longtail.bench.simulate import run, simulate
+from longtail.bench.simulate import run as run_one
+from longtail.bench.simulate import simulate
 from longtail.bench.workload import Workload, parse_workload
 from longtail.partial_rollout.engines.simulated import LinearCost
 from longtail.partial_rollout.strategies import STRATEGIES
@@ -109,7 +110,7 @@ def test_the_cost_of_a_sample_does_not_grow_with_their_number(name: str) -> None
 
         sys.setprofile(profile)
         try:
-            run(spec, load, name, at_once=True)
+            run_one(spec, load, name, at_once=True)
         finally:
             sys.setprofile(None)
         calls.append(count / len(load))

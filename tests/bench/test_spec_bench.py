@@ -186,7 +186,8 @@ def test_an_oracle_says_the_same_wherever_it_starts() -> None:
 
 
 def row(label: str, batch: int, speedup: float, acceptance: float | None = 0.5, expected: float = 1.35) -> dict:
-    figures = {"acceptance": acceptance, "break_even_acceptance": 0.2, "speedup": {"p20": 0.0, "p50": speedup, "p80": 9}}
+    speeds = {"p20": 0.0, "p50": speedup, "p80": 9.0}
+    figures = {"acceptance": acceptance, "break_even_acceptance": 0.2, "speedup": speeds}
     shares = {"steps_with_drafts": 0.4, "silent": 0.55, "expected_speedup": expected}
     return {"label": label, "drafter": label.partition(",")[0], "batch": batch, "length": None, **figures, **shares}
 
