@@ -269,7 +269,7 @@ def bench_spec(
 ) -> None:
     """What drafting brings: acceptance, costs and speed-up of each drafter at each batch size, and that not one token
     changes. Three to five minutes on two cores."""
-    from longtail.bench import spec_bench
+    from longtail.bench import spec_bench, spec_bench_tables
     from longtail.bench.spec_index_bench import spec_index_bench
 
     fields: dict[str, Any] = {
@@ -292,11 +292,11 @@ def bench_spec(
         if index:
             status.update("group index")
             result["index"] = spec_index_bench()
-    console.print(spec_bench.table(result))
-    for line in spec_bench.findings(result):
+    console.print(spec_bench_tables.table(result))
+    for line in spec_bench_tables.findings(result):
         console.print(line, highlight=False, soft_wrap=True)
     if index:
-        console.print(spec_bench.index_table(result["index"]))
+        console.print(spec_bench_tables.index_table(result["index"]))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1))

@@ -179,7 +179,7 @@ class Rollout:
             for sample in group.samples:
                 sample.timings.submitted = now
             self._generation.open(group)
-        for group in groups:
+        for group in groups if self.listener is not ignore else ():
             for sample in group.samples:
                 self._emit("submit", sample=sample.id, group=group.id, num_tokens=len(sample.prompt_ids))
         return groups

@@ -148,7 +148,11 @@ class Sample:
     @property
     def num_generated(self) -> int:
         """Output tokens that the policy wrote: all but the observations."""
-        return len(self.output_ids) - sum(len(s) for s in self.segments if s.version == OBSERVATION)
+        observed = 0
+        for segment in self.segments:
+            if segment.version == OBSERVATION:
+                observed += segment.end - segment.start
+        return len(self.output_ids) - observed
 
     @property
     def num_unread(self) -> int:
