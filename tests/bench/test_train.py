@@ -175,3 +175,18 @@ def test_a_store_that_went_back(toys: ModuleType, model: Path, tmp_path: Path) -
 def test_bad_settings(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         RunConfig(**fields)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_the_trainer_reads_the_bits_of_the_rollout(lora: int, toys: ModuleType, model: Path, tmp_path: Path) -> None:
+    """With the exact policy: of every token that the present weights made, also behind a prefix of older ones, and also
+    with adapters, whose merged weights both sides compute with."""
+    if lora:
+        pytest.importorskip("peft", reason="needs the extra lora")
+    config = dataclasses.replace(CONFIG, policy="exact", lora=lora, steps=4, eval_every=0, kl_coef=0.01)
+    run(config, tmp_path / "run", model=model, prompts=toys.ToyPrompts())
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    found = [line["max_difference"] for line in lines]
+    assert found == [0.0] * 4
+    assert any(line["staleness"]["max"] for line in lines) and all(line["updated"] for line in lines)
+    assert lines[0]["kl"] == 0.0 and lines[-1]["kl"] > 0
