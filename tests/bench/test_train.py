@@ -183,10 +183,12 @@ def test_the_trainer_reads_the_bits_of_the_rollout(lora: int, toys: ModuleType, 
     with adapters, whose merged weights both sides compute with."""
     if lora:
         pytest.importorskip("peft", reason="needs the extra lora")
-    config = dataclasses.replace(CONFIG, policy="exact", lora=lora, steps=4, eval_every=0, kl_coef=0.01)
+    config = dataclasses.replace(CONFIG, policy="exact", lora=lora, steps=6, eval_every=0, kl_coef=0.01)
     run(config, tmp_path / "run", model=model, prompts=toys.ToyPrompts())
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    found = [line["max_difference"] for line in lines]
-    assert found == [0.0] * 4
-    assert any(line["staleness"]["max"] for line in lines) and all(line["updated"] for line in lines)
-    assert lines[0]["kl"] == 0.0 and lines[-1]["kl"] > 0
+    trained = [line for line in lines if line["tokens"]]  # the first iterations complete no group
+    assert len(trained) >= 4 and all(line["updated"] for line in trained)
+    fresh = [line["max_difference"] for line in trained if line["max_difference"] is not None]
+    assert len(fresh) >= 3 and set(fresh) == {0.0}
+    assert any(line["staleness"]["max"] for line in trained)
+    assert trained[0]["kl"] == 0.0 and trained[-1]["kl"] > 0

@@ -9,6 +9,7 @@ nobody killed. Prints a JSON line with what was seen.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -25,7 +26,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-import train_toys
 
 from longtail.bench.train import run
 from longtail.bench.train_config import RunConfig
@@ -34,6 +34,7 @@ from longtail.trainer_adapter.checkpoint import Checkpoints
 from longtail.trainer_adapter.metrics import read_metrics
 
 STEPS = 6
+train_toys: Any = importlib.import_module("train_toys")
 
 
 def config_of(strategy: str) -> RunConfig:
@@ -105,13 +106,13 @@ def record(out: Path) -> dict[str, Any]:
     walk("", found.state["trainer"])
     with SampleStore(out / "store") as store:
         store.check_integrity()
-        samples = {
+        samples: dict[str, list[Any]] = {
             s.id: [delivery.iteration, s.output_ids, [x.hex() for x in s.logprobs], s.versions, s.reward]
             for delivery in store.deliveries()
             for group in delivery.groups
             for s in group.samples
         }
-        pending = {s.id: [s.output_ids, s.versions] for group in store for s in group.samples}
+        pending: dict[str, list[Any]] = {s.id: [s.output_ids, s.versions] for group in store for s in group.samples}
         ledger = store.ledger
     spent = ledger.generated - ledger.lines["stale"]
     assert spent == sum(len(s[1]) for s in samples.values()) + sum(len(s[0]) for s in pending.values())
