@@ -74,7 +74,8 @@ def kill_in_files(calls: int) -> None:
         setattr(os, name, counted)
 
 
-def live(model: Path, strategy: str, out: Path, events: int | None) -> None:
+def live(model: Path, strategy: str, out: Path, events: int | None) -> int:
+    """-> events of the run; it kills itself at number `events`."""
     count = 0
 
     def progress(what: str, values: Any) -> None:
@@ -84,6 +85,7 @@ def live(model: Path, strategy: str, out: Path, events: int | None) -> None:
             kill()
 
     run(config_of(strategy), out, resume=True, model=model, prompts=train_toys.ToyPrompts(), progress=progress)
+    return count
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def main(root: Path, strategy: str, kills: int, seed: int) -> None:
     live(model, strategy, root / "undisturbed", None)  # once more than needed: children find everything compiled
     shutil.rmtree(root / "undisturbed")
     start = time.perf_counter()
-    live(model, strategy, root / "undisturbed", None)
+    total = live(model, strategy, root / "undisturbed", None)
     took = time.perf_counter() - start
     expected = record(root / "undisturbed")
     if strategy != "sync":
@@ -138,12 +140,12 @@ def main(root: Path, strategy: str, kills: int, seed: int) -> None:
         out = root / f"run-{found['runs']}"
         while True:
             way = rng.choice(["time", "event", "file"])
-            events = int(10 ** rng.uniform(0, 2.7)) if way == "event" else None
+            events = rng.randrange(1, total) if way == "event" else None
             child = os.fork()
             if child == 0:
                 try:
                     if way == "file":
-                        kill_in_files(int(10 ** rng.uniform(0, 2)))
+                        kill_in_files(rng.randrange(60))
                     live(model, strategy, out, events)
                 except BaseException as error:
                     print(repr(error), file=sys.stderr, flush=True)
