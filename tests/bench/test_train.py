@@ -121,7 +121,7 @@ def test_kills(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["sync", "token-budget:tokens=50", "over-issue:groups=3,extra=2"])
+@pytest.mark.parametrize("strategy", ["sync", "token-budget:tokens=50"])
 def test_many_kills(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = kills(tmp_path, strategy, 40, seed=2)
     with capsys.disabled():
