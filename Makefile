@@ -52,7 +52,7 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
-	$(pip) install -qq -c constraints.txt -e '.[dev,trl,rewards]'
+	$(pip) install -qq -c constraints.txt -e '.[dev,trl,lora,rewards]'
 	@# The sandbox for programs; where it cannot be had its tests are skipped, and say why.
 	@command -v bwrap >/dev/null || apt-get install -qq -y bubblewrap >/dev/null 2>&1 || \
 	    echo 'bubblewrap is missing (apt-get install bubblewrap): the tests of the sandbox are skipped'

@@ -323,7 +323,7 @@ class _Life:
         ages: Counter[int] = Counter()
         for sample in (s for group in groups for s in group.samples):
             ages.update(step - v for v in sample.versions if v != OBSERVATION)
-        made = sum(s.versions.count(step) for g in (*groups, *later, *self.store) for s in g.samples)  # type: ignore[arg-type]
+        made = sum(s.versions.count(step) for g in (*groups, *later, *self.store) for s in g.samples)
         handed = sum(ages.values())
         found = result.as_dict()
         return {

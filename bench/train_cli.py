@@ -39,6 +39,7 @@ def train(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of a batch")] = 8,
     group_size: Annotated[int, typer.Option(min=1, help="Samples of each prompt")] = 8,
     slots: Annotated[int | None, typer.Option(help="Samples that run at once", show_default="a batch")] = None,
+    kv_cache_bytes: Annotated[int, typer.Option(min=1, help="Memory of the engine's KV")] = 2 << 30,
     max_tokens: Annotated[
         int | None, typer.Option(help="Cap on a response's tokens", show_default="the task's")
     ] = None,

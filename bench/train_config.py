@@ -42,6 +42,8 @@ class RunConfig:
     group_size: int = 8
     slots: int | None = None
     """Samples that run at once; None: as many as a batch has."""
+    kv_cache_bytes: int = 2 << 30
+    """Of the engine."""
     max_tokens: int | None = None
     """Cap on a response; None: the task's."""
     temperature: float = 1.0
@@ -86,6 +88,7 @@ class RunConfig:
             ("steps", 1),
             ("prompts", 1),
             ("group_size", 1),
+            ("kv_cache_bytes", 1),
             ("checkpoint_every", 1),
             ("keep", 1),
             ("lora", 0),

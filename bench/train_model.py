@@ -23,6 +23,7 @@ def make_engine(config: RunConfig, model: Any) -> NativeEngine:
         threads=config.threads,
         max_num_seqs=config.num_slots,
         max_num_batched_tokens=max(512, config.num_slots),
+        kv_cache_bytes=config.kv_cache_bytes,
         drafter=config.drafter,
     )
 
@@ -46,7 +47,8 @@ def _policy(config: RunConfig, model: Any, engine: NativeEngine) -> Policy:
     if config.policy_kind == "exact":
         from longtail.partial_rollout.engines.native.training import ExactPolicy
 
-        return ExactPolicy(model, engine, checkpointing=config.gradient_checkpointing)
+        plain = model.get_base_model() if config.lora else model  # with its adapters
+        return ExactPolicy(plain, engine, checkpointing=config.gradient_checkpointing)
     if config.lora:
         from longtail.trainer_adapter.lora import LoraPolicy
 

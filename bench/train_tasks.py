@@ -101,7 +101,7 @@ class AdditionPrompts:
             raise ValueError(f"held_out must be 1 to 400 of the 810 problems, not {held_out}")
         self.grader = grader
         self._tokenizer = tokenizer
-        self.stop_token_ids = (int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1]),)
+        self.stop_token_ids: tuple[int, ...] = (int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1]),)
         kept = random.Random(HELD_OUT_SEED)
         self._held_out = [_problem(kept) for _ in range(held_out)]
         self._stream = _Stream(self._problems(seed))

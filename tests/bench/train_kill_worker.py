@@ -9,6 +9,7 @@ nobody killed. Prints a JSON line with what was seen.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -25,7 +26,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-import train_toys
 
 from longtail.bench.train import run
 from longtail.bench.train_config import RunConfig
@@ -34,6 +34,7 @@ from longtail.trainer_adapter.checkpoint import Checkpoints
 from longtail.trainer_adapter.metrics import read_metrics
 
 STEPS = 6
+train_toys: Any = importlib.import_module("train_toys")
 
 
 def config_of(strategy: str) -> RunConfig:
@@ -73,7 +74,8 @@ def kill_in_files(calls: int) -> None:
         setattr(os, name, counted)
 
 
-def live(model: Path, strategy: str, out: Path, events: int | None) -> None:
+def live(model: Path, strategy: str, out: Path, events: int | None) -> int:
+    """-> events of the run; it kills itself at number `events`."""
     count = 0
 
     def progress(what: str, values: Any) -> None:
@@ -83,6 +85,7 @@ def live(model: Path, strategy: str, out: Path, events: int | None) -> None:
             kill()
 
     run(config_of(strategy), out, resume=True, model=model, prompts=train_toys.ToyPrompts(), progress=progress)
+    return count
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -105,13 +108,13 @@ def record(out: Path) -> dict[str, Any]:
     walk("", found.state["trainer"])
     with SampleStore(out / "store") as store:
         store.check_integrity()
-        samples = {
+        samples: dict[str, list[Any]] = {
             s.id: [delivery.iteration, s.output_ids, [x.hex() for x in s.logprobs], s.versions, s.reward]
             for delivery in store.deliveries()
             for group in delivery.groups
             for s in group.samples
         }
-        pending = {s.id: [s.output_ids, s.versions] for group in store for s in group.samples}
+        pending: dict[str, list[Any]] = {s.id: [s.output_ids, s.versions] for group in store for s in group.samples}
         ledger = store.ledger
     spent = ledger.generated - ledger.lines["stale"]
     assert spent == sum(len(s[1]) for s in samples.values()) + sum(len(s[0]) for s in pending.values())
@@ -126,7 +129,7 @@ def main(root: Path, strategy: str, kills: int, seed: int) -> None:
     live(model, strategy, root / "undisturbed", None)  # once more than needed: children find everything compiled
     shutil.rmtree(root / "undisturbed")
     start = time.perf_counter()
-    live(model, strategy, root / "undisturbed", None)
+    total = live(model, strategy, root / "undisturbed", None)
     took = time.perf_counter() - start
     expected = record(root / "undisturbed")
     if strategy != "sync":
@@ -137,12 +140,12 @@ def main(root: Path, strategy: str, kills: int, seed: int) -> None:
         out = root / f"run-{found['runs']}"
         while True:
             way = rng.choice(["time", "event", "file"])
-            events = int(10 ** rng.uniform(0, 2.7)) if way == "event" else None
+            events = rng.randrange(1, total) if way == "event" else None
             child = os.fork()
             if child == 0:
                 try:
                     if way == "file":
-                        kill_in_files(int(10 ** rng.uniform(0, 2)))
+                        kill_in_files(rng.randrange(60))
                     live(model, strategy, out, events)
                 except BaseException as error:
                     print(repr(error), file=sys.stderr, flush=True)
