@@ -32,7 +32,7 @@ def serve(
     kept_mib: Annotated[int, typer.Option(min=0, help="Host memory for the KV of aborted samples")] = 4096,
     kept_samples: Annotated[int, typer.Option(min=0, help="Aborted samples that may come back")] = 4096,
     kept_seconds: Annotated[float, typer.Option(min=1.0, help="Seconds that they are kept")] = 3600.0,
-    max_samples: Annotated[int, typer.Option(min=1, help="Samples generated or queued at once; more are refused")] = 2048,
+    max_samples: Annotated[int, typer.Option(min=1, help="Samples in progress; more are refused")] = 2048,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Size of a request")] = 32,
     grace_seconds: Annotated[float, typer.Option(min=0.0, help="For requests to finish at the end")] = 30.0,
     version: Annotated[int, typer.Option(min=0, help="Policy version of the model's weights")] = 0,

@@ -8,9 +8,9 @@
         service.generate([*prompt_ids, *completion.token_ids], ...)    # ... and goes on from its kept KV
 
 Whoever aborts requests at a weight update sends them again as a longer prompt, under another name. Such a request is
-recognised by its tokens: where they equal prompt + output of an aborted sample, this very sample goes on, with its seed,
-the position of its noise, its penalty counts, min_tokens and half-matched stop strings, and with its KV where the engine
-can use that. The tokens are those of an undisturbed run. Samples of equal tokens are a multiset: any is as good.
+recognised by its tokens: where they equal prompt + output of an aborted sample, this very sample goes on, with its
+seed, the position of its noise, its penalty counts, min_tokens and half-matched stop strings, and with its KV where the
+engine can use that. The tokens are those of an undisturbed run. Samples of equal tokens are a multiset: any is as good.
 Each token comes with the version that made it and the log-probability that it had: importance weights come from the
 latter, never from versions.
 """

@@ -221,8 +221,8 @@ def test_aborted_requests_go_on_bit_for_bit(engine: Stepped, alone: NativeEngine
 
 
 def test_siblings_of_equal_tokens_are_a_multiset(engine: Stepped) -> None:
-    """Requests without a seed have noise of their own: after a cut each goes on with its own, though three of them share
-    prompt and tokens at one cut or another. (Here at the first, before any token.)"""
+    """Requests without a seed have noise of their own: after a cut each goes on with its own, though all of them share
+    prompt and tokens at the first, before any token."""
     with serving(engine, steps=None) as service:
         want = sorted(joined(result(r)) for r in [service.generate(prompt(9), params()) for _ in range(4)])
     with serving(engine) as service:
@@ -292,7 +292,8 @@ def test_lengths_count_as_their_names_say(engine: Stepped, alone: NativeEngine) 
         service.abort_all().result()
         rest = service.generate([*prompt(9), *result(request).token_ids], late, max_new_tokens=9)
         steps(service, None)
-        assert_equals([result(request), result(rest)], undisturbed(alone, prompt(9), dataclasses.replace(late, max_tokens=20)))
+        whole = undisturbed(alone, prompt(9), dataclasses.replace(late, max_tokens=20))
+        assert_equals([result(request), result(rest)], whole)
 
 
 def test_min_tokens_count_from_the_start_of_the_sample() -> None:
@@ -421,7 +422,8 @@ def test_nothing_is_kept_where_nothing_may_be(engine: Stepped) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"max_samples": -1}, {"max_samples": True}, {"max_bytes": 1.5}, {"max_age": 0.0}, {"max_age": float("nan")}]
+    "fields",
+    [{"max_samples": -1}, {"max_samples": True}, {"max_bytes": 1.5}, {"max_age": 0.0}, {"max_age": float("nan")}],
 )
 def test_wrong_bounds(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
@@ -594,8 +596,15 @@ def test_an_engine_that_fails_answers_all() -> None:
     service = RolloutService(engine)
     requests = submit(service, 4)  # two run, two wait
     steps(service, 2)
-    read: list[Any] = []
-    thread = threading.Thread(target=lambda: read.append(pytest.raises(ServiceStopped, list, requests[0])))
+    told: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            list(requests[0])
+        except ServiceStopped as error:
+            told.append(error)
+
+    thread = threading.Thread(target=read)
     thread.start()
     waiting = service.pause("wait")
     engine.budget = None
@@ -606,8 +615,7 @@ def test_an_engine_that_fails_answers_all() -> None:
         with pytest.raises(ServiceStopped, match="cuda is on fire"):
             result(request)
     thread.join()
-    assert len(read) == 1
-    assert service.stopped is caught.value
+    assert told == [caught.value] == [service.stopped]
     for call in (lambda: service.generate([1]), service.abort_all, service.resume, service.pause):
         with pytest.raises(ServiceStopped, match="cuda is on fire"):
             call()

@@ -1,5 +1,5 @@
-"""Random lives of a service: aborts, resumes, cancels, pauses and updates in any order. Whatever happens, each token is the
-one that the weights of its version make of the tokens before it, each sample is that of its seed, nothing is counted
+"""Random lives of a service: aborts, resumes, cancels, pauses and updates in any order. Whatever happens, each token is
+the one that the weights of its version make of the tokens before it, each sample is that of its seed, nothing counts
 twice, and in the end the blocks and the host memory are all there."""
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from longtail.partial_rollout.service import Completion, KeptConfig, Request, Ro
 from longtail.sample import sample_seed
 
 SAMPLES = 6
+KEPT = [KeptConfig(), KeptConfig(max_samples=2), KeptConfig(max_bytes=20_000), KeptConfig(max_samples=0)]
 
 
 @dataclasses.dataclass
@@ -124,7 +125,7 @@ def act(service: RolloutService, samples: list[Life], action: str, number: int, 
     lives=lives,
     actions=actions,
     blocks=st.sampled_from([17, 64]),
-    kept=st.sampled_from([KeptConfig(), KeptConfig(max_samples=2), KeptConfig(max_bytes=20_000), KeptConfig(max_samples=0)]),
+    kept=st.sampled_from(KEPT),
 )
 def test_random_lives(
     lives: list[tuple[int, int, int]], actions: list[tuple[str, int]], blocks: int, kept: KeptConfig

@@ -5,9 +5,9 @@
     samples = list(read_jsonl("rollouts.jsonl"))
 
 A line has slime's fields (tokens, response, response_length, loss_mask, rollout_log_probs, weight_versions, reward,
-status, ...: slime/utils/types.py of THUDM/slime), one weight version a segment as there, and what slime has no field for
-under metadata["longtail"]: per-token versions, seed, sampling parameters. A line that we wrote gives the same sample
-back; one that slime wrote gives what it says.
+status, ...: slime/utils/types.py of THUDM/slime), one weight version a segment as there, and what slime has no field
+for under metadata["longtail"]: per-token versions, seed, sampling parameters. A line that we wrote gives the same
+sample back; one that slime wrote gives what it says.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def from_record(record: Mapping[str, Any], *, reward_key: str | None = None) -> 
 
 def write_jsonl(path: str | Path, samples: Iterable[Sample], **fields: Any) -> int:
     """A line for each, in a file that is there whole or not at all. fields: as of `to_record`, for all of them;
-    group_index is counted by `group_id`, from 0, if none is given. -> how many. ValueError, with the sample's id, if one
-    holds NaN or infinity."""
+    group_index is counted by `group_id`, from 0, if none is given. -> how many. ValueError, with the sample's id, if
+    one holds NaN or infinity."""
     path, count = Path(path), 0
     groups: dict[str, int] = {}
     fresh = path.with_name(f".{path.name}.{os.getpid()}")

@@ -30,7 +30,11 @@ OPEN = ("/health", "/ping")
 
 
 def make_app(
-    service: Service, config: ServerConfig | None = None, *, tokenizer: Any = None, about: Mapping[str, Any] | None = None
+    service: Service,
+    config: ServerConfig | None = None,
+    *,
+    tokenizer: Any = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Starlette:
     """service: stays the caller's. tokenizer: of `transformers`, for clients that want text; None: token ids only.
     about: of the engine, for /server_info."""

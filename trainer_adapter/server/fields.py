@@ -163,14 +163,15 @@ def sampling_params(values: Mapping[str, Any], names: Mapping[str, str], where: 
 
 
 def bad_value(error: ValueError, names: Mapping[str, str], where: str = "", default: str | None = None) -> BadRequest:
-    """The ValueError of a part behind us, in the dialect's names."""
-    text = str(error)
+    """The ValueError of a part behind us, in the dialect's names. default: the field that it is about if it names none.
+    """
+    text = re.sub(r"^sample \S+ ", "", str(error).replace(": ", " ", 1)) if str(error)[:7] == "sample " else str(error)
     for ours, theirs in names.items():
         text = re.sub(rf"\b{ours}\b", theirs, text)
-    first = re.match(r"(?:sample \S+: )?(\w+)", text)
-    known = {*names.values(), *SamplingParams.__dataclass_fields__}
-    field = f"{where}{first[1]}" if first is not None and first[1] in known else default
-    return BadRequest(text, field)
+    first = re.match(r"\w+", text)
+    if first is not None and first[0] in {*names.values(), *SamplingParams.__dataclass_fields__}:
+        return BadRequest(text, f"{where}{first[0]}")
+    return BadRequest(text if default is None else f"{default}: {text}", default)
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What both dialects share: samples asked for, answered whole or as a stream, and given up when their client is gone."""
+"""What both dialects share: samples asked for, answered whole or as a stream, given up when their client is gone."""
 
 from __future__ import annotations
 
@@ -112,10 +112,8 @@ class Front:
             self._ids[client_id] = ids
         try:
             for ask, request_id in zip(asks, ids, strict=True):
-                new = self.service.generate(
-                    ask.prompt_ids, ask.params, max_new_tokens=ask.max_new_tokens, request_id=request_id, index=ask.index
-                )
-                requests.append(new)
+                more: dict[str, Any] = {"max_new_tokens": ask.max_new_tokens, "index": ask.index}
+                requests.append(self.service.generate(ask.prompt_ids, ask.params, request_id=request_id, **more))
             for request in requests:
                 await asyncio.wrap_future(request.accepted)
         except ValueError as error:
@@ -213,8 +211,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, [DONE] behind the last one. stack: what they need is in it, and left at the end, also if nobody
-    ever reads. send_seconds: 0 for no limit."""
+    """Server-sent events, [DONE] behind the last one. stack: what they need is in it, and left at the end, also if
+    nobody ever reads. send_seconds: 0 for no limit."""
 
     media_type = "text/event-stream"
 

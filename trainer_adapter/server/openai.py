@@ -22,7 +22,8 @@ from longtail.trainer_adapter.server.protocol import Chunk, Completion
 from longtail.trainer_adapter.server.text import TextStream, trimmed
 
 Kind = Literal["completion", "chat", "tokens"]
-NAMES = {kind: Names(field, {}) for kind, field in (("completion", "prompt"), ("chat", "messages"), ("tokens", "token_ids"))}
+FIELDS: dict[Kind, str] = {"completion": "prompt", "chat": "messages", "tokens": "token_ids"}
+NAMES = {kind: Names(field, {"prompt_ids": field}) for kind, field in FIELDS.items()}
 OBJECTS: dict[Kind, str] = {"completion": "text_completion", "chat": "chat.completion", "tokens": "token_completion"}
 OFF = (False, [], {}, "")
 CHANGES_NOTHING = (
@@ -31,11 +32,13 @@ CHANGES_NOTHING = (
     *("parallel_tool_calls", "kv_transfer_params", "detokenize", "output_kind", "flat_logprobs"),
 )
 NOT_SUPPORTED = (
-    *("suffix", "logit_bias", "best_of", "use_beam_search", "length_penalty", "guided_json", "guided_regex", "bad_words"),
+    *("suffix", "logit_bias", "best_of", "use_beam_search", "length_penalty", "guided_json", "guided_regex"),
     *("guided_choice", "guided_grammar", "structured_outputs", "response_format", "prompt_logprobs", "prompt_embeds"),
-    *("truncate_prompt_tokens", "logits_processors", "vllm_xargs", "allowed_token_ids", "thinking_token_budget", "echo"),
-    *("functions", "function_call", "reasoning_effort", "logprob_token_ids", "features", "lora_request"),
+    *("truncate_prompt_tokens", "logits_processors", "vllm_xargs", "allowed_token_ids", "thinking_token_budget"),
+    *("functions", "function_call", "reasoning_effort", "logprob_token_ids", "features", "lora_request", "echo"),
+    "bad_words",
 )
+ONLY_SAMPLED = "only the sampled token's are to be had"
 
 
 class Asked:
@@ -88,11 +91,11 @@ class Asked:
     def _logprobs(self, sampling: Fields) -> bool:
         value, top = sampling.any("logprobs"), sampling.integer("top_logprobs", 0)
         if top not in (0, 1):
-            sampling.fail("top_logprobs", f"must be 0 or 1, not {top}: only the sampled token's are to be had")
+            sampling.fail("top_logprobs", f"must be 0 or 1, not {top}: {ONLY_SAMPLED}")
         if value is None or isinstance(value, bool):
             return bool(value)
         if type(value) is not int or value not in (0, 1):
-            sampling.fail("logprobs", f"must be 0 or 1, true or false, not {value!r}: only the sampled token's are to be had")
+            sampling.fail("logprobs", f"must be 0 or 1, true or false, not {value!r}: {ONLY_SAMPLED}")
         return True
 
     def asks(self, prompts: list[tuple[int, ...]]) -> list[Ask]:
@@ -219,7 +222,8 @@ class OpenAI:
             fields = {"tokens": names, "token_logprobs": tokens.logprobs, "top_logprobs": top}
             return {**fields, "text_offset": offsets[: len(names)]}
         rows = zip(names, tokens.logprobs, strict=True)
-        return {"content": [{"token": one, "logprob": p, "bytes": [*one.encode()], "top_logprobs": []} for one, p in rows]}
+        content = [{"token": one, "logprob": p, "bytes": [*one.encode()], "top_logprobs": []} for one, p in rows]
+        return {"content": content}
 
     async def _events(
         self, stream: Any, asked: Asked, asks: list[Ask], head: dict[str, Any]

@@ -4,9 +4,9 @@
     -> {"text", "output_ids", "meta_info": {"output_token_logprobs": [[logprob, token, null], ...],
         "finish_reason": {"type": "stop" | "length" | "abort", ...}, "weight_version": "3", ...}}
 
-What is ours in meta_info: `output_token_versions`, the version that made each token (weight_version is the engine's when
-the request ended), and `resumed_tokens`, the tokens of the prompt that were output of the sample which the request goes
-on with. Events of a stream hold all tokens so far, as SGLang's do.
+What is ours in meta_info: `output_token_versions`, the version that made each token (weight_version is the engine's
+when the request ended), and `resumed_tokens`, the tokens of the prompt that were output of the sample which the request
+goes on with. Events of a stream hold all tokens so far, as SGLang's do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from longtail.trainer_adapter.server.front import Ask, EventStream, Front, Names
 from longtail.trainer_adapter.server.protocol import Completion, PauseMode
 from longtail.trainer_adapter.server.text import TextStream, trimmed
 
-NAMES = Names("input_ids", {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"})
+NAMES = Names(
+    "input_ids",
+    {
+        "prompt_ids": "input_ids",
+        "max_tokens": "max_new_tokens",
+        "min_tokens": "min_new_tokens",
+        "seed": "sampling_seed",
+    },
+)
 TOP_K_ALL = 1 << 31
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 HEALTH_SECONDS = 20.0
@@ -63,7 +71,7 @@ class Sampling:
         self.trim = not fields.flag("no_stop_trim")
         fields.ignore("stop_token_ids", "spaces_between_special_tokens", "stream_interval")
         refused = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "custom_params", "stop_regex")
-        fields.refuse({name: NONE for name in refused})
+        fields.refuse(dict.fromkeys(refused, NONE))
         fields.done()
         self.params = sampling_params(values, NAMES.fields, where)
 
@@ -83,9 +91,9 @@ class Generate:
         start = (-1,) if self.input_ids is None else (-1, [-1])
         fields.refuse({"logprob_start_len": start, "top_logprobs_num": (0, [0])}, "is not supported: -1 and 0 are")
         refused = ("token_ids_logprob", "return_hidden_states", "return_routed_experts", "input_embeds")
-        fields.refuse({name: NONE for name in refused})
-        fields.refuse({name: NONE for name in ("image_data", "audio_data", "video_data", "modalities", "lora_path")})
-        fields.refuse({name: NONE for name in ("session_params", "custom_logit_processor", "lora_id")})
+        fields.refuse(dict.fromkeys(refused, NONE))
+        fields.refuse(dict.fromkeys(("image_data", "audio_data", "video_data", "modalities", "lora_path"), NONE))
+        fields.refuse(dict.fromkeys(("session_params", "custom_logit_processor", "lora_id"), NONE))
         fields.ignore("log_metrics", "return_text_in_logprobs", "background", "priority", "routing_key", "model")
         fields.ignore("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "stream_options")
         fields.ignore("require_reasoning", "extra_key", "conversation_id", "no_logs", "return_bytes", "return_entropy")
@@ -171,9 +179,8 @@ class SGLang:
                 events = self._events(samples.stream(), wanted, asks, sampling, ids, began)
                 return EventStream(events, stack.pop_all(), self.front.config.send_seconds)
             done = await or_gone(http, samples.whole())
-            answers = [
-                self._answer(c, wanted, one, request_id, began) for c, one, request_id in zip(done, sampling, ids, strict=True)
-            ]
+            known = zip(done, sampling, ids, strict=True)
+            answers = [self._answer(c, wanted, one, request_id, began) for c, one, request_id in known]
             failed = next((c.failure for c in done if c.finish_reason == "error"), None)
             if failed is not None and wanted.is_single:
                 raise BadRequest(failed, status=500)
@@ -184,6 +191,7 @@ class SGLang:
         self, c: Completion, wanted: Generate, sampling: Sampling, request_id: str, began: float
     ) -> dict[str, Any]:
         text = self.front.text.decode(c.token_ids, skip_special=sampling.skip_special)
+        text = trimmed(text, c.stop_reason) if sampling.trim else text
         meta = {
             "id": request_id,
             "finish_reason": finish_reason(c),
@@ -196,7 +204,7 @@ class SGLang:
         }
         if wanted.logprobs:
             meta["output_token_logprobs"] = logprob_rows(c.logprobs, c.token_ids)
-        return {"text": trimmed(text, c.stop_reason) if sampling.trim else text, "output_ids": c.token_ids, "meta_info": meta}
+        return {"text": text, "output_ids": c.token_ids, "meta_info": meta}
 
     async def _events(
         self,
@@ -258,8 +266,8 @@ class SGLang:
         abort = fields.flag("abort_all_requests") | fields.flag("abort_all_request")
         fields.refuse({"load_format": ("auto", "safetensors")}, "must be auto or safetensors")
         # A cache of other weights is never found, and nothing is left half done.
-        fields.ignore("flush_cache", "is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph", "token_step")
-        fields.ignore("manifest")
+        fields.ignore("flush_cache", "is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph", "manifest")
+        fields.ignore("token_step")
         fields.done()
         if path is None:
             fields.fail("model_path", "is missing: the directory of the weights, on the server's machine")
@@ -330,7 +338,8 @@ class SGLang:
 
     async def get_load(self, http: HTTPRequest) -> Response:
         load = self._load()
-        return JSONResponse([{"dp_rank": 0, "num_reqs": load["num_total_reqs"], "num_waiting_reqs": load["num_waiting_reqs"]}])
+        counts = {"num_reqs": load["num_total_reqs"], "num_waiting_reqs": load["num_waiting_reqs"]}
+        return JSONResponse([{"dp_rank": 0, **counts}])
 
     async def server_info(self, http: HTTPRequest) -> Response:
         stats = self.front.service.stats()
@@ -340,8 +349,9 @@ class SGLang:
 
     async def model_info(self, http: HTTPRequest) -> Response:
         path = self.front.about.get("model_path", self.front.config.model_name)
+        paths = {"model_path": path, "tokenizer_path": path}
         version = str(self.front.service.stats().version)
-        return JSONResponse({"model_path": path, "tokenizer_path": path, "is_generation": True, "weight_version": version})
+        return JSONResponse({**paths, "is_generation": True, "weight_version": version})
 
     async def weight_version(self, http: HTTPRequest) -> Response:
         return JSONResponse({"weight_version": str(self.front.service.stats().version)})

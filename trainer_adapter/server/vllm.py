@@ -1,4 +1,4 @@
-"""The part of vLLM's control API that prime-rl and SkyRL use: pause and resume, weights from a directory, what it is."""
+"""The part of vLLM's control API that prime-rl and SkyRL use: pause, resume, weights from a directory, what it is."""
 
 from __future__ import annotations
 

@@ -112,7 +112,8 @@ def test_a_key(engine: Stepped) -> None:
     with served(engine, api_key="sésame") as server:
         right = {"authorization": "Bearer sésame".encode()}
         assert server.post("/generate", GENERATE, headers=right).status_code == 200
-        for wrong in ({}, {"authorization": "Bearer sesame"}, {"authorization": "sesame"}, {"authorization": "Bearer "}):
+        for key in (None, "Bearer sesame", "sesame", "Bearer "):
+            wrong = {} if key is None else {"authorization": key}
             for path in ("/generate", "/pause", "/nowhere", "/update_weights_from_disk"):
                 answer = server.post(path, GENERATE, headers=wrong)
                 assert (answer.status_code, answer.json()["error"]["type"]) == (401, "AuthenticationError")

@@ -15,7 +15,8 @@ from longtail import NativeEngine, Sample
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    known = {"prompt": prompt(9), "max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 1, "return_token_ids": True}
+    known = {"prompt": prompt(9), "max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 1}
+    known["return_token_ids"] = True
     return {k: v for k, v in (known | fields).items() if v is not None}
 
 
@@ -58,7 +59,8 @@ def test_tokens_only(quiet: Served, alone: NativeEngine) -> None:
     """/inference/v1/generate, as SkyRL asks: by its own names."""
     sample = want(alone, prompt(9))
     sampling = {"max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 0}
-    answer = quiet.post("/inference/v1/generate", {"model": "tiny", "token_ids": prompt(9), "sampling_params": sampling})
+    body = {"model": "tiny", "token_ids": prompt(9), "sampling_params": sampling}
+    answer = quiet.post("/inference/v1/generate", body)
     (choice,) = answer.json()["choices"]
     assert (choice["token_ids"], choice["finish_reason"]) == (sample.output_ids, "length")
     assert [one["logprob"] for one in choice["logprobs"]["content"]] == sample.logprobs

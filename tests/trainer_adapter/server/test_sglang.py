@@ -203,7 +203,7 @@ def test_abort_by_name_and_all(engine: Stepped) -> None:
                 assert gone.json() == {"status": "ok", "num_aborted": 2}
                 for one in await a:
                     assert one["meta_info"]["finish_reason"]["type"] == "abort"
-                    assert len(one["meta_info"]["output_token_logprobs"]) == 4
+                    assert len(one["meta_info"]["output_token_logprobs"]) in (3, 4)  # the second waits for the prompt
                 assert (await http.get(server.url + "/v1/loads")).json()["loads"][0]["num_total_reqs"] == 1
                 await http.post(server.url + "/abort_request", json={"abort_all": True})
                 loads = (await http.get(server.url + "/v1/loads?include=core,disagg,queues")).json()
