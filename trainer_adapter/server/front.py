@@ -61,20 +61,29 @@ class Front:
         limit = self.config.max_body_bytes
         too_long = BadRequest(f"the body is longer than {limit} bytes; ask for less at once", status=413)
         length = http.headers.get("content-length", "")
-        if length.isdigit() and int(length) > limit:
+        if length.isdigit() and int(length) > 2 * limit:
             raise too_long
         parts, size = [], 0
         try:
             async with asyncio.timeout(self.config.body_seconds or None):
                 async for part in http.stream():
                     size += len(part)
-                    if size > limit:
-                        raise too_long
-                    parts.append(part)
+                    if size <= limit:
+                        parts.append(part)
+                    elif size > 2 * limit:  # up to there it is read, so that its sender reads the answer
+                        break
         except TimeoutError:
             seconds = self.config.body_seconds
             raise BadRequest(f"the body has not come within {seconds} seconds", status=408) from None
+        if size > limit:
+            raise too_long
         return parse(b"".join(parts))
+
+    def check_count(self, samples: int) -> None:
+        """Before they are made."""
+        most = self.config.max_samples_per_request
+        if samples > most:
+            raise BadRequest(f"{samples} samples are more than the {most} that a request may ask for", "n")
 
     def check_alive(self) -> None:
         if (stopped := self.service.stopped) is not None:
@@ -84,9 +93,6 @@ class Front:
     async def asked(self, asks: Sequence[Ask], names: Names, client_id: str | None = None) -> AsyncIterator[Samples]:
         """The samples, all accepted or none: 400 if one cannot be run, 503 if there are too many. Those that have not
         ended when it is left are cancelled. client_id: by which the client may abort them."""
-        most = self.config.max_samples_per_request
-        if len(asks) > most:
-            raise BadRequest(f"{len(asks)} samples are more than the {most} that a request may ask for")
         if self._num_samples + len(asks) > self.config.max_samples:
             raise BadRequest(f"{self._num_samples} samples are in progress; try again later", status=503)
         if client_id is not None and client_id in self._ids:

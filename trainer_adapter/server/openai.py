@@ -162,6 +162,7 @@ class OpenAI:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     async def _answer(self, http: HTTPRequest, asked: Asked, prompts: list[tuple[int, ...]]) -> Response:
+        self.front.check_count(len(prompts) * asked.n)
         asks = asked.asks(prompts)
         head = {
             "id": f"{'chatcmpl' if asked.kind == 'chat' else 'cmpl'}-{uuid4().hex}",

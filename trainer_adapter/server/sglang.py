@@ -123,6 +123,7 @@ class Generate:
             raise BadRequest("rid must be a string: one for the request, all of its samples", "rid")
 
     async def asks(self, front: Front) -> tuple[list[Ask], list[Sampling]]:
+        front.check_count(sum(one.n for one in self.sampling))
         asks, sampling = [], []
         for i, (prompt, one) in enumerate(zip(self.prompts, self.sampling, strict=True)):
             name = f"{self.field}[{i}]" if self.batched else self.field

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.partial_rollout.conftest import make_model, prompt
-from tests.partial_rollout.service_helpers import Stepped, make_stepped, params, steps, undisturbed
+from tests.partial_rollout.service_helpers import Stepped, barrier, make_stepped, params, steps, undisturbed
 from tests.trainer_adapter.server.helpers import Served, all_events, client, run_async, save_model, served
 
 from longtail import NativeEngine, Sample
@@ -156,6 +156,7 @@ def test_what_is_refused(quiet: Served, path: str, fields: dict[str, Any], field
     answer = quiet.post(path, whole)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == field, answer.text
+    barrier(quiet.service)
     assert quiet.service.stats().num_requests == 0
 
 

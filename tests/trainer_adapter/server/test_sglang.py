@@ -157,6 +157,7 @@ def test_what_is_refused(served_quiet: Served, body: dict[str, Any], field: str 
     if field is not None:
         assert error["param"] == field
         assert field.split(".")[-1].split("[")[0] in error["message"]
+    barrier(served_quiet.service)
     assert served_quiet.service.stats().num_requests == 0
 
 
