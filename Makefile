@@ -52,7 +52,7 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
-	$(pip) install -qq -c constraints.txt -e '.[dev,trl]'
+	$(pip) install -qq -c constraints.txt -e '.[dev,serve,trl]'
 	@touch $@ $(VENV)/.stamp-run
 
 $(VENV)/.stamp-model: | $(VENV)/.stamp-run

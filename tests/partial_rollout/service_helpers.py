@@ -15,6 +15,7 @@ from longtail import NativeEngine, Sample, SamplingParams, Segment
 from longtail.partial_rollout.engine import StepOutput
 from longtail.partial_rollout.service import Completion, Request, RolloutService
 from longtail.sample import sample_seed
+from longtail.version import PolicyVersion
 
 
 class Stepped(NativeEngine):
@@ -88,14 +89,20 @@ def undisturbed(engine: NativeEngine, prompt: list[int], p: SamplingParams, *, i
 
 def continued(engine: NativeEngine, sample: Sample, start: int, end: int) -> tuple[list[int], list[float]]:
     """What this engine's weights make of output positions start to end, after the tokens before them."""
+    again = cut_to(sample, start, end, engine.version)
+    run(engine, [again])
+    return again.output_ids[start:], again.logprobs[start:]
+
+
+def cut_to(sample: Sample, start: int, end: int, version: PolicyVersion) -> Sample:
+    """Another sample that stands at `start` and ends at `end`."""
     again = copy.copy(sample)
     again.params = dataclasses.replace(sample.params, max_tokens=end)
     again.output_ids, again.logprobs = sample.output_ids[:start], sample.logprobs[:start]
-    again.versions = [engine.version] * start
-    again.segments = [Segment(0, start, engine.version, "reference")] if start else []
+    again.versions = [version] * start
+    again.segments = [Segment(0, start, version, "reference")] if start else []
     again.status, again.finish_reason, again.stop_reason, again.snapshot = "paused", None, None, None
-    run(engine, [again])
-    return again.output_ids[start:], again.logprobs[start:]
+    return again
 
 
 

@@ -1,25 +1,27 @@
-"""Everything at once: 500 streams, clients that are slow or vanish, bodies that are none, updates, aborts. What comes is
-right, token by token and version by version, and at the end nothing is left behind."""
+"""Everything at once: 500 streams, clients that are slow or vanish, bodies that are none, updates, aborts. What comes
+is right, token by token and version by version, and at the end nothing is left behind."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import socket
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from tests.partial_rollout.conftest import make_model, prompt
-from tests.partial_rollout.service_helpers import barrier, continued, make_stepped, params, undisturbed
+from tests.partial_rollout.service_helpers import barrier, continued, cut_to, make_stepped, params, undisturbed
 from tests.trainer_adapter.server.helpers import Served, client, run_async, save_model, served, stream
 
 from longtail import NativeEngine, Sample
 from longtail.sample import sample_seed
+from longtail.version import PolicyVersion
 
 STREAMS = 500
-LENGTH = 24
+LENGTH = 16
 BAD = [
     ({"input_ids": [1, 512]}, 400),
     ({"input_ids": [3] * 300}, 400),
@@ -34,6 +36,10 @@ def body(number: int) -> dict[str, Any]:
     sampling = {"max_new_tokens": LENGTH, "ignore_eos": True, "sampling_seed": number}
     ids = prompt(4 + number % 30, number % 7)
     return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": True}
+
+
+def raw(content: bytes) -> bytes:
+    return f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
 
 
 async def until(condition: Any) -> None:
@@ -69,9 +75,8 @@ async def vanishes(server: Served, number: int) -> None:
     """After a moment, without a word."""
     host, port = server.url.removeprefix("http://").split(":")
     content = httpx2.Request("POST", server.url, json=body(number)).content
-    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(head + content[: len(content) if number % 3 else 20])
+    writer.write(raw(content) if number % 3 else raw(content)[:-20])
     await writer.drain()
     if number % 3 == 1:
         await reader.read(100)
@@ -104,8 +109,8 @@ async def trainer(http: httpx2.AsyncClient, server: Served, directories: list[st
     return 3
 
 
-def check(number: int, parts: list[dict[str, Any]], alone: list[NativeEngine]) -> set[int]:
-    """Each run of one version is what its weights make of the tokens before. -> versions"""
+def runs(number: int, parts: list[dict[str, Any]]) -> list[tuple[int, Sample, Sample]]:
+    """Each run of one version: the version, what came, and the same cut to where the run began."""
     rows = [row for part in parts for row in part["output_token_logprobs"]]
     versions = [v for part in parts for v in part["output_token_versions"]]
     assert len(rows) == len(versions) == LENGTH and versions == sorted(versions)
@@ -122,10 +127,24 @@ def check(number: int, parts: list[dict[str, Any]], alone: list[NativeEngine]) -
         versions=versions,
     )
     borders = [0, *(i for i in range(1, LENGTH) if versions[i] != versions[i - 1]), LENGTH]
-    for start, end in zip(borders, borders[1:], strict=False):
-        want = continued(alone[versions[start] % 2], sample, start, end)
-        assert (sample.output_ids[start:end], sample.logprobs[start:end]) == want, (number, start, end)
-    return set(versions)
+    found = []
+    for start, end in pairwise(borders):
+        again = cut_to(sample, start, end, PolicyVersion(0))
+        again.id = f"{number}/{start}"
+        found.append((versions[start], sample, again))
+    return found
+
+
+def check(found: list[tuple[int, Sample, Sample]], alone: list[NativeEngine]) -> None:
+    """Each run is what the weights of its version make of the tokens before, on an engine that nothing disturbs."""
+    for parity, engine in enumerate(alone):
+        engine.add([again for version, _, again in found if version % 2 == parity])
+        while engine.has_work:
+            engine.step()
+    for version, sample, again in found:
+        end = len(again.output_ids)
+        assert again.output_ids == sample.output_ids[:end], (again.id, version)
+        assert again.logprobs == sample.logprobs[:end], (again.id, version)
 
 
 @pytest.mark.slow
@@ -133,7 +152,7 @@ def test_five_hundred_streams(tmp_path: Path) -> None:
     models = [make_model("llama"), make_model("llama", seed=1)]
     directories = [save_model(model, tmp_path / str(i)) for i, model in enumerate(models)]
     engine = make_stepped(models[0], max_num_seqs=64, max_num_batched_tokens=256, kv_cache_bytes=16 << 20)
-    alone = [make_stepped(model) for model in models]
+    alone = [make_stepped(model, max_num_seqs=64, max_num_batched_tokens=256) for model in models]
 
     async def everything(server: Served) -> tuple[list[Any], list[Any]]:
         pick = random.Random(0)
@@ -151,13 +170,14 @@ def test_five_hundred_streams(tmp_path: Path) -> None:
         run_async(until(lambda: server.service.stats().num_requests == 0))
         stats = server.service.stats()
     assert extra[-1] == 3
-    seen: set[int] = set()
+    found: list[tuple[int, Sample, Sample]] = []
     for number, parts in enumerate(results):
         if sum(part["completion_tokens"] for part in parts) == LENGTH:
-            seen |= check(number, parts, alone)
+            found += runs(number, parts)
         else:  # slow ones do not send again what was aborted
             assert number % 25 == 1 and parts[-1]["finish_reason"]["type"] == "abort"
-    assert seen == {0, 1, 2, 3}
+    check(found, alone)
+    assert {version for version, _, _ in found} == {0, 1, 2, 3}
     assert stats.num_resumed > 0 and stats.num_cancelled > 0 and stats.num_failed == 0
     assert stats.num_completed + stats.num_aborted + stats.num_cancelled >= STREAMS
 
@@ -174,7 +194,7 @@ def test_a_client_that_never_reads_hurts_nobody() -> None:
             stuck.connect((host, int(port)))
             many = {**body(1), "input_ids": [[5]] * 60, "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
             content = httpx2.Request("POST", server.url, json=many).content
-            stuck.sendall(f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
+            stuck.sendall(raw(content))
             await until(lambda: server.service.stats().num_requests)
             await until(lambda: not server.service.stats().num_requests)
             stuck.close()
@@ -196,7 +216,7 @@ def test_a_client_that_vanishes_frees_its_blocks(streamed: bool) -> None:
             host, port = server.url.removeprefix("http://").split(":")
             content = httpx2.Request("POST", server.url, json={**body(1), "stream": streamed}).content
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
+            writer.write(raw(content))
             await until(lambda: server.service.stats().num_requests)
             engine.budget = 5
             await asyncio.to_thread(barrier, server.service)
