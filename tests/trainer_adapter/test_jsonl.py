@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.partial_rollout.conftest import group, make_model, prompt
 from tests.trainer_adapter.helpers import make_sample
 
-from longtail import Rollout, RoutedExperts, Sample, SamplingParams
+from longtail import Rollout, RoutedExperts, Sample, SamplingParams, TokenBudget
 from longtail.partial_rollout.engines.native.engine import NativeEngine
 from longtail.trainer_adapter.plugins.jsonl import from_record, iter_samples, read_jsonl, to_record, write_jsonl
 
@@ -176,7 +176,7 @@ def test_files_are_whole(tmp_path: Path) -> None:
 def test_an_iterator_of_a_rollout(tmp_path: Path) -> None:
     """All samples, once, whatever the strategy hands over at a time; and what is submitted on the way."""
     engine = NativeEngine(make_model("llama"), kv_cache_bytes=4 << 20, max_num_seqs=4, block_size=16)
-    rollout = Rollout(engine, strategy="token-budget:20")
+    rollout = Rollout(engine, strategy=TokenBudget(20))
     rollout.submit([group(f"g{i}", prompt(5, i), n=2, max_tokens=8 + i) for i in range(3)])
     seen = []
     for sample in iter_samples(rollout):

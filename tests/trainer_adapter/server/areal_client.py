@@ -1,7 +1,8 @@
-"""AReaL's own client, in its own environment: `areal_client.py URL PROMPTS LENGTH WEIGHTS`. Prints one JSON object a line.
+"""AReaL's own client, in its own environment: `areal_client.py URL PROMPTS LENGTH WEIGHTS`.
 
-It starts a request for each prompt (a JSON list of lists), updates the weights from the directory WEIGHTS through AReaL's
-own calls while they run (pause, update, continue, as its trainer does), and prints what `agenerate` gives."""
+It starts a request for each prompt (a JSON list of lists), updates the weights from the directory WEIGHTS through
+AReaL's own calls while they run (pause, update, continue, as its trainer does), and prints what `agenerate` gives, one
+JSON object a line."""
 
 from __future__ import annotations
 
@@ -26,8 +27,7 @@ def main(url: str, prompts: list[list[int]], length: int, weights: str) -> None:
     sampling = GenerationHyperparameters(max_new_tokens=length, max_tokens=4096, temperature=1.0, ignore_eos=True)
 
     async def update() -> None:
-        """What `update_weights(meta)` of type disk does, without the name service that tells when the trainer has saved.
-        """
+        """What its update from disk does, without the name service that tells when the trainer has saved."""
         import aiohttp
         from areal.api import WeightUpdateMeta
 

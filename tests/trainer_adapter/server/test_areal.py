@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.partial_rollout.conftest import make_model, prompt
-from tests.partial_rollout.service_helpers import continued, make_stepped, params, steps
+from tests.partial_rollout.service_helpers import barrier, continued, make_stepped, params, steps
 from tests.trainer_adapter.server.helpers import save_model, served
 
 from longtail import Sample
@@ -47,13 +47,15 @@ def test_its_client(tmp_path: Path) -> None:
             while server.service.stats().version == 0 and process.poll() is None:
                 time.sleep(0.02)
             engine.budget = None
+            barrier(server.service)
             lines = [json.loads(line) for line in process.stdout if line.startswith("{")]
         assert process.returncode == 0
         stats = server.service.stats()
     (update,) = (line["update"] for line in lines if "update" in line)
     assert update["success"]
     answers = {line["number"]: line for line in lines if "number" in line}
-    assert (stats.num_aborted, stats.num_resumed, stats.num_kept) == (3, 3, 0)
+    # Its update aborts once more what came back during the pause.
+    assert stats.num_aborted == stats.num_resumed >= 3 and stats.num_kept == 0
     # Which request came first is not known, so that the noise of each is one of three: found by its first token.
     reference = make_stepped(old)
     for number, answer in answers.items():

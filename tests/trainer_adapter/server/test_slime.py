@@ -2,8 +2,9 @@
 
 Read in THUDM/slime: slime/rollout/sglang_rollout.py at 0044b40d (generate, abort), sglang_streaming_rollout.py at
 0b63cca1, backends/sglang_utils/server_control.py at 15b8e507 (abort_server_until_idle), sglang_engine.py at 03b32d8b
-(health_generate, flush_cache, get_weight_version, pause and continue), utils/types.py at 0d234f3e (update_from_meta_info).
-The bodies below are what these send with slime's default arguments; the reader is written after what they read.
+(health_generate, flush_cache, get_weight_version, pause and continue), utils/types.py at 0d234f3e
+(update_from_meta_info). The bodies below are what these send with slime's default arguments; the reader is written
+after what they read.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def num_requests(load: dict[str, Any]) -> int:
 
 
 def test_a_rollout_that_is_cut(tmp_path: Path) -> None:
-    """Partial rollout: a group runs, slime aborts until the server is idle, updates, and sends the aborted samples again
-    without any rid. Streamed and not. Each is in the end the sample of its seed."""
+    """Partial rollout: a group runs, slime aborts until the server is idle, updates, and sends the aborted samples
+    again without any rid. Streamed and not. Each is in the end the sample of its seed."""
     model = make_model("llama")
     directory = save_model(model, tmp_path)
     engine, alone = make_stepped(model), make_stepped(model)
