@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -59,7 +59,7 @@ def serve(
     config = ServerConfig(
         host=host,
         port=port,
-        dialect=dialect,  # type: ignore[arg-type]  (checked there)
+        dialect=cast(Any, dialect),  # checked there
         api_key=key,
         model_name=model_name or model,
         max_samples=max_samples,

@@ -25,7 +25,7 @@ Kind = Literal["completion", "chat", "tokens"]
 FIELDS: dict[Kind, str] = {"completion": "prompt", "chat": "messages", "tokens": "token_ids"}
 NAMES = {kind: Names(field, {"prompt_ids": field}) for kind, field in FIELDS.items()}
 OBJECTS: dict[Kind, str] = {"completion": "text_completion", "chat": "chat.completion", "tokens": "token_completion"}
-OFF = (False, [], {}, "")
+OFF: tuple[Any, ...] = (False, [], {}, "")
 CHANGES_NOTHING = (
     *("user", "store", "metadata", "service_tier", "request_id", "priority", "cache_salt", "safety_identifier"),
     *("prompt_cache_key", "spaces_between_special_tokens", "mm_processor_kwargs", "include_reasoning", "session_id"),

@@ -38,7 +38,7 @@ NAMES = Names(
 TOP_K_ALL = 1 << 31
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 HEALTH_SECONDS = 20.0
-NONE = (False, [], {}, "")
+NONE: tuple[Any, ...] = (False, [], {}, "")
 
 
 class Sampling:

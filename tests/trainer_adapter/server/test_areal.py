@@ -18,6 +18,7 @@ from tests.trainer_adapter.server.helpers import save_model, served
 
 from longtail import Sample
 from longtail.sample import sample_seed
+from longtail.version import PolicyVersion
 
 PYTHON = os.environ.get("LONGTAIL_AREAL_PYTHON", "")
 LENGTH, CUT = 24, 8
@@ -78,7 +79,7 @@ def check(answers: dict[int, Any], prompts: list[list[int]], old: Any, new: Any)
                 seed=sample_seed(5, "", arrival),
                 output_ids=answer["output"],
                 logprobs=answer["logprobs"],
-                versions=[0] * LENGTH,
+                versions=[PolicyVersion(0)] * LENGTH,
             )
             first, rest = continued(old, sample, 0, CUT), continued(new, sample, CUT, LENGTH)
             got = (answer["output"], answer["logprobs"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ async def malformed(http: httpx2.AsyncClient, server: Served, number: int) -> No
 async def trainer(http: httpx2.AsyncClient, server: Served, directories: list[str]) -> int:
     """Updates under way: in flight, after an abort, in a pause. -> how many."""
     for version in (1, 2, 3):
-        await until(lambda v=version: server.service.stats().num_output_tokens > v * STREAMS * LENGTH // 5)  # type: ignore[misc]
+        await until(lambda v=version: server.service.stats().num_output_tokens > v * STREAMS * LENGTH // 5)
         if version == 2:
             await http.post(server.url + "/pause_generation", json={"mode": "abort"})
         if version == 3:
@@ -135,7 +136,7 @@ def runs(number: int, parts: list[dict[str, Any]]) -> list[tuple[int, Sample, Sa
     return found
 
 
-def check(found: list[tuple[int, Sample, Sample]], alone: list[NativeEngine]) -> None:
+def check(found: list[tuple[int, Sample, Sample]], alone: Sequence[NativeEngine]) -> None:
     """Each run is what the weights of its version make of the tokens before, on an engine that nothing disturbs."""
     for parity, engine in enumerate(alone):
         engine.add([again for version, _, again in found if version % 2 == parity])
