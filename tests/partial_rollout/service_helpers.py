@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tests.partial_rollout.conftest import make_model, run
+from tests.partial_rollout.conftest import make_model, prompt, run
 
 from longtail import NativeEngine, Sample, SamplingParams, Segment
 from longtail.partial_rollout.engine import StepOutput
@@ -121,3 +121,18 @@ def assert_equals(parts: list[Completion], expected: Sample) -> None:
 
 def result(request: Request) -> Completion:
     return request.result(timeout=60)
+
+
+def submit(service: RolloutService, count: int, **fields: Any) -> list[Request]:
+    """A request for each of so many prompts, with seeds."""
+    return [service.generate(prompt(9 + 3 * i, i), params(seed=i, **fields)) for i in range(count)]
+
+
+def expected(alone: NativeEngine, request: Request) -> Any:
+    return undisturbed(alone, list(request.prompt_ids), request.params)
+
+
+def again(service: RolloutService, request: Request, parts: list[Completion], **fields: Any) -> Request:
+    """The same request, sent again with what has come of it."""
+    tokens = [*request.prompt_ids, *joined(*parts)[0]]
+    return service.generate(tokens, **{"params": request.params, **fields})
