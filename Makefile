@@ -12,10 +12,10 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck clean
+.PHONY: help demo test test-areal lint typecheck clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
 demo: $(VENV)/.stamp-model  ## run the benchmark on a real small model and write a report
 	$(bin)/longtail bench --out $(OUT)
@@ -30,6 +30,10 @@ test: $(VENV)/.stamp-dev $(VENV)/.stamp-model  ## run all tests, the slow ones t
 	    echo "pytest tests/triton"; $(bin)/pytest tests/triton || failed=1; \
 	    wait $$other || failed=1; echo "pytest tests/triton_compile"; cat $$log; rm -f $$log; exit $$failed
 
+test-areal: $(VENV)/.stamp-areal  ## run the server's test with AReaL's own client (400 MB more)
+	OMP_NUM_THREADS=1 LONGTAIL_AREAL_PYTHON=$(abspath $(VENV)-areal/bin/python) \
+	    $(bin)/pytest tests/trainer_adapter/server/test_areal.py
+
 lint: $(VENV)/.stamp-dev  ## check style and imports
 	$(bin)/ruff check .
 
@@ -37,7 +41,7 @@ typecheck: $(VENV)/.stamp-dev  ## check types
 	$(bin)/mypy
 
 clean:  ## remove the environment and what tools left behind; keeps runs/ and the models' cache
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-areal build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
@@ -52,7 +56,7 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
-	$(pip) install -qq -c constraints.txt -e '.[dev,trl,lora,rewards]'
+	$(pip) install -qq -c constraints.txt -e '.[dev,trl,lora,rewards,serve]'
 	@# The sandbox for programs; where it cannot be had its tests are skipped, and say why.
 	@command -v bwrap >/dev/null || apt-get install -qq -y bubblewrap >/dev/null 2>&1 || \
 	    echo 'bubblewrap is missing (apt-get install bubblewrap): the tests of the sandbox are skipped'
@@ -60,4 +64,13 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 
 $(VENV)/.stamp-model: | $(VENV)/.stamp-run
 	$(bin)/longtail model smollm2-135m
+	@touch $@
+
+# AReaL's client has an environment of its own, which sees the packages of ours (torch, transformers) behind its own.
+$(VENV)/.stamp-areal: tests/trainer_adapter/server/areal-requirements.txt | $(VENV)/.stamp-dev
+	$(PYTHON) -m venv $(VENV)-areal
+	purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	    $(bin)/python -c "$$purelib" > "$$($(VENV)-areal/bin/python -c "$$purelib")/longtail.pth"
+	$(VENV)-areal/bin/python -m pip --disable-pip-version-check --no-input install -qq -r $<
+	$(VENV)-areal/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps areal==1.0.4
 	@touch $@

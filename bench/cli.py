@@ -21,6 +21,7 @@ from longtail.bench import (
     regrade_cli,
     report_cli,
     scheduling_cli,
+    serve_cli,
     simulate_cli,
     spec_cli,
     staleness_cli,
@@ -46,6 +47,7 @@ app.add_typer(spec_cli.app, name="spec")
 bench.command("mismatch")(mismatch_cli.mismatch)
 bench.command("scheduling")(scheduling_cli.scheduling)
 bench.command("staleness")(staleness_cli.staleness)
+app.command("serve")(serve_cli.serve)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
 app.add_typer(pairs_cli.app, name="pairs")
