@@ -17,6 +17,7 @@ from longtail.bench import (
     lengths_cli,
     report_cli,
     scheduling_cli,
+    serve_cli,
     simulate_cli,
     spec_cli,
     staleness_cli,
@@ -40,6 +41,7 @@ app.add_typer(store_cli.app, name="store")
 app.add_typer(spec_cli.app, name="spec")
 bench.command("scheduling")(scheduling_cli.scheduling)
 bench.command("staleness")(staleness_cli.staleness)
+app.command("serve")(serve_cli.serve)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
 calibrate_cli.register(app)
