@@ -12,7 +12,7 @@ set -eu
 model=$1 train=$2 val=$3
 shift 3
 
-export VERL_USE_EXTERNAL_MODULES=longtail.trainer_adapter.plugins.verl
+export VERL_USE_EXTERNAL_MODULES=${VERL_USE_EXTERNAL_MODULES:-longtail.trainer_adapter.plugins.verl}
 
 # The ones that matter here:
 #   trainer_mode=colocate_async  aborts and resumes; with `sync` each response is waited for

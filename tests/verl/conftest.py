@@ -19,6 +19,7 @@ os.environ |= {
     "TORCHDYNAMO_DISABLE": "1",
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # it counts what other processes use, and would end ours for it
     "WANDB_MODE": "disabled",
 }
 sys.path.insert(0, str(SUPPORT))

@@ -1,4 +1,4 @@
-"""verl's trainer itself, from its command line, four steps with aborts: what it trains on is what was generated."""
+"""verl's trainer itself, by the example's script, four steps with aborts: what it trains on is what was generated."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ import torch
 
 STEPS, PROMPTS, GROUP, LENGTH = 4, 2, 2, 512
 HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[1] / "examples" / "verl_grpo.sh"
 
 
 def overrides(folder: Path) -> list[str]:
-    """By file of verl's configuration."""
+    """Of the example's settings: a tiny model on a CPU, four short steps, and what is trained on is written down."""
     actor = "actor_rollout_ref.actor"
     rollout = "actor_rollout_ref.rollout"
     ray = "ray_kwargs.ray_init"
     return [
         "trainer.device=cpu",
-        "trainer.v1.trainer_mode=colocate_async",
         f"trainer.v1.sampler.custom_sampler.path={HERE / 'support' / 'recorder.py'}",
         "trainer.v1.sampler.custom_sampler.name=EagerBuffer",
         "trainer.n_gpus_per_node=1",
-        "trainer.nnodes=1",
-        "trainer.logger=[console]",
         "trainer.val_before_train=False",
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=-1",
@@ -40,33 +38,23 @@ def overrides(folder: Path) -> list[str]:
         f"+{ray}.num_gpus=1",
         f"+{ray}.include_dashboard=False",
         f"+{ray}.object_store_memory=200000000",
-        f"data.train_files={folder / 'train.parquet'}",
-        f"data.val_files={folder / 'val.parquet'}",
         f"data.train_batch_size={PROMPTS}",
         "data.max_prompt_length=16",
         f"data.max_response_length={LENGTH}",
         "data.dataloader_num_workers=0",
-        "algorithm.adv_estimator=grpo",
-        "algorithm.rollout_correction.rollout_is=token",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
         "+actor_rollout_ref.model.override_config.attn_implementation=eager",
         "actor_rollout_ref.model.use_remove_padding=False",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-        f"{actor}.strategy=fsdp2",
         f"{actor}.use_torch_compile=False",
         f"{actor}.fsdp_config.use_torch_compile=False",
         f"{actor}.fsdp_config.dtype=float32",
         f"{actor}.ppo_mini_batch_size={PROMPTS}",
-        f"{actor}.ppo_micro_batch_size_per_gpu={PROMPTS * GROUP}",
         f"{actor}.optim.lr=1e-3",
-        f"{actor}.use_kl_loss=False",
-        f"{rollout}.name=longtail",
         f"{rollout}.n={GROUP}",
-        f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.max_num_seqs=8",
         f"{rollout}.max_num_batched_tokens=64",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu={PROMPTS * GROUP}",
         f"{rollout}.agent.num_workers=1",
+        f"{rollout}.engine_kwargs.longtail.threads=1",
         f"reward.custom_reward_function.path={HERE / 'support' / 'reward.py'}",
         "reward.num_workers=1",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
@@ -77,18 +65,18 @@ def overrides(folder: Path) -> list[str]:
 def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the trainer trained on in each step."""
     folder = tmp_path_factory.mktemp("verl")
-    tiny.save(folder / "model")
-    tiny.save_rows(folder / "train.parquet", 32)
-    tiny.save_rows(folder / "val.parquet", 2)
+    model = tiny.save(folder / "model")
+    train, val = tiny.save_rows(folder / "train.parquet", 32), tiny.save_rows(folder / "val.parquet", 2)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     log = folder / "log"
     with open(log, "w") as out:
         done = subprocess.run(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(folder)],
-            env={**os.environ, "LONGTAIL_TEST_RECORDS": str(folder)},
+            ["bash", EXAMPLE, model, train, val, *overrides(folder)],
+            env={**os.environ, "LONGTAIL_TEST_RECORDS": str(folder), "PATH": path},
             cwd=folder,
             stdout=out,
             stderr=subprocess.STDOUT,
-            timeout=270,
+            timeout=800,
             check=False,
         )
     assert done.returncode == 0, log.read_text()[-6000:]
@@ -138,7 +126,7 @@ def test_samples_start_in_one_step_and_finish_in_another(steps: list[dict[str, A
     for row in samples(steps):
         versions, fields = row["extra_fields"]["versions"], row["extra_fields"]
         assert len(versions) == len(row["responses"]) == len(row["rollout_log_probs"])
-        assert versions == sorted(versions) and 0 <= versions[0] and versions[-1] < row["step"]
+        assert versions == sorted(versions) and versions[0] >= 0 and versions[-1] < row["step"]
         assert (fields["min_global_steps"], fields["max_global_steps"]) == (versions[0], versions[-1])
         spans[len(set(versions))] += 1
     assert sum(count for span, count in spans.items() if span > 1) >= 2, spans

@@ -12,7 +12,7 @@ import ray
 import tiny
 import torch
 from omegaconf import OmegaConf
-from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import RolloutMode, get_rollout_replica_class
@@ -48,12 +48,12 @@ class Rollout:
             max_num_seqs=16,
             max_num_batched_tokens=64,
             ignore_eos=True,
+            checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=0),  # each tensor travels alone
             engine_kwargs={"longtail": settings},
         )
-        self.config.checkpoint_engine.update_weights_bucket_megabytes = 0  # each tensor travels alone
         self.model = HFModelConfig(path=str(checkpoint))
         self.replica = get_rollout_replica_class("longtail")(rank, self.config, self.model, gpus_per_node=1)
-        rollout = OmegaConf.create(dict(name="longtail", response_length=LENGTH, full_determinism=False, nnodes=1))
+        rollout = OmegaConf.create({"name": "longtail", "response_length": LENGTH, "full_determinism": False, "nnodes": 1})
         rollout.disaggregation = {"enabled": False}
         self.manager = LLMServerManager.create_empty(
             config=OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {}}})
@@ -124,7 +124,7 @@ def test_a_request_cut_twice_goes_on_bit_for_bit_from_its_kv(rollout: Rollout) -
         assert engine_after["num_restored_tokens"] >= engine_before["num_restored_tokens"] + 250
         assert after["num_output_tokens"] - before["num_output_tokens"] == LENGTH
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def test_siblings_all_go_on(rollout: Rollout) -> None:
@@ -141,7 +141,7 @@ def test_siblings_all_go_on(rollout: Rollout) -> None:
         assert after["num_kept"] == after["num_requests"] == 0
         assert after["num_output_tokens"] - before["num_output_tokens"] == 8 * 300
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def test_requests_wait_while_it_sleeps_and_are_refused_where_that_is_asked_for(rollout: Rollout) -> None:
@@ -157,7 +157,7 @@ def test_requests_wait_while_it_sleeps_and_are_refused_where_that_is_asked_for(r
         assert (refused.token_ids, refused.stop_reason) == ([], "aborted")
         await rollout.replica.resume_generation()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def test_weights_change_in_the_middle(cluster: None, checkpoint: Path) -> None:
@@ -186,7 +186,7 @@ def test_weights_change_in_the_middle(cluster: None, checkpoint: Path) -> None:
         expected = [by_model[version][i] for i, version in enumerate(versions)]
         torch.testing.assert_close(torch.tensor(output.log_probs), torch.tensor(expected), atol=1e-4, rtol=0)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def test_what_it_does_not_do_is_said(rollout: Rollout, checkpoint: Path) -> None:
@@ -196,7 +196,7 @@ def test_what_it_does_not_do_is_said(rollout: Rollout, checkpoint: Path) -> None
 
     async def run() -> None:
         generate = rollout.replica.server_handle.generate.remote
-        request = dict(request_id="a", prompt_ids=PROMPT)
+        request = {"request_id": "a", "prompt_ids": PROMPT}
         await fails(ValueError, "images", generate(**request, sampling_params={}, image_data=["image"]))
         await fails(ValueError, "no field best_of", generate(**request, sampling_params={"best_of": 2}))
         await fails(ValueError, "logprobs", generate(**request, sampling_params={"logprobs": 5}))
@@ -208,7 +208,7 @@ def test_what_it_does_not_do_is_said(rollout: Rollout, checkpoint: Path) -> None
         assert (await rollout.stats())["global_steps"] == 0, "refused weights have no step"
         assert len((await rollout.generate(max_tokens=3)).token_ids) == 3, "and it works on"
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def test_settings() -> None:

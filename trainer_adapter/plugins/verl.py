@@ -97,9 +97,6 @@ class Service(Protocol):
 
     def stats(self) -> Any: ...
 
-    @property
-    def max_model_len(self) -> int | None: ...
-
 
 class ServiceFactory(Protocol):
     """Makes a service for the model in a directory, its engine at version 0. seed: of samples that name none."""
@@ -146,14 +143,14 @@ class ServerConfig:
         for name in ("quantization", "qat"):
             if getattr(config, name) and getattr(config, name) != {"enable": False}:
                 raise ValueError(f"rollout.{name} is not supported by longtail; leave it out")
-        settings = dict(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
-            max_model_len=config.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            logprobs_mode=LOGPROBS_MODES[config.logprobs_mode],
-            record_routing=config.enable_rollout_routing_replay,
-        )
+        settings = {
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+            "max_model_len": config.max_model_len,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "logprobs_mode": LOGPROBS_MODES[config.logprobs_mode],
+            "record_routing": config.enable_rollout_routing_replay,
+        }
         settings.update(config.engine_kwargs.get(NAME) or {})
         return cls(
             model=model,
@@ -238,8 +235,6 @@ class Server:
         limit = min(config.response_length, config.prompt_length + config.response_length - prompt_length)
         for name in ("max_new_tokens", "max_tokens"):
             limit = values.pop(name, limit)
-        if self.service.max_model_len is not None:
-            limit = min(limit, self.service.max_model_len - prompt_length)
         return SamplingParams.from_dict(values), max(limit, 1)
 
     # -- the trainer's calls ------------------------------------------------------------------------------------------

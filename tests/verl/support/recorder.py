@@ -1,4 +1,4 @@
-"""What verl's trainer trains on, written down. Loaded into its process as the file of `trainer.v1.sampler.custom_sampler`."""
+"""What verl's trainer trains on, written down. Loaded as the file of `trainer.v1.sampler.custom_sampler`."""
 
 from __future__ import annotations
 

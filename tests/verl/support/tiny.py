@@ -27,19 +27,19 @@ def tokenizer() -> Any:
 
 def model(seed: int = 0, **settings: Any) -> Any:
     torch.manual_seed(seed)
-    defaults = dict(
-        vocab_size=259,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
+    defaults = {
+        "vocab_size": 259,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
     return Qwen2ForCausalLM(Qwen2Config(**{**defaults, **settings}))
 
 
@@ -55,13 +55,13 @@ def question(i: int) -> str:
 
 def rows(count: int) -> list[dict[str, Any]]:
     return [
-        dict(
-            data_source="sums",
-            prompt=[{"role": "user", "content": question(i)}],
-            ability="math",
-            reward_model={"style": "rule", "ground_truth": str(2 * i)},
-            extra_info={"index": i, "split": "train"},
-        )
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": question(i)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * i)},
+            "extra_info": {"index": i, "split": "train"},
+        }
         for i in range(count)
     ]
 
