@@ -19,7 +19,8 @@ os.environ |= {
     "TORCHDYNAMO_DISABLE": "1",
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # it counts what other processes use, and would end ours for it
+    "RAY_memory_monitor_refresh_ms": "0",  # what others on the machine use is no reason to end ours,
+    "RAY_worker_oom_score_adjustment": "0",  # nor to end it first
     "WANDB_MODE": "disabled",
 }
 sys.path.insert(0, str(SUPPORT))

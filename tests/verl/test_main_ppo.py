@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reward
-import tiny
 import torch
+from tests.verl.support import reward, tiny
 
 STEPS, PROMPTS, GROUP, LENGTH = 4, 2, 2, 512
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "verl_grpo.sh"
 
 
-def overrides(folder: Path) -> list[str]:
+def overrides() -> list[str]:
     """Of the example's settings: a tiny model on a CPU, four short steps, and what is trained on is written down."""
     actor = "actor_rollout_ref.actor"
     rollout = "actor_rollout_ref.rollout"
@@ -71,7 +70,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     log = folder / "log"
     with open(log, "w") as out:
         done = subprocess.run(
-            ["bash", EXAMPLE, model, train, val, *overrides(folder)],
+            ["bash", EXAMPLE, model, train, val, *overrides()],
             env={**os.environ, "LONGTAIL_TEST_RECORDS": str(folder), "PATH": path},
             cwd=folder,
             stdout=out,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import ray
-import tiny
 import torch
 from omegaconf import OmegaConf
+from tests.verl.support import tiny
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
@@ -53,8 +53,8 @@ class Rollout:
         )
         self.model = HFModelConfig(path=str(checkpoint))
         self.replica = get_rollout_replica_class("longtail")(rank, self.config, self.model, gpus_per_node=1)
-        rollout = OmegaConf.create({"name": "longtail", "response_length": LENGTH, "full_determinism": False, "nnodes": 1})
-        rollout.disaggregation = {"enabled": False}
+        rollout = {"name": "longtail", "response_length": LENGTH, "full_determinism": False, "nnodes": 1}
+        rollout["disaggregation"] = {"enabled": False}
         self.manager = LLMServerManager.create_empty(
             config=OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {}}})
         )

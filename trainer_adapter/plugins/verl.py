@@ -140,8 +140,8 @@ class ServerConfig:
             raise ValueError(
                 f"rollout.logprobs_mode must be {' or '.join(LOGPROBS_MODES)}, not {config.logprobs_mode!r}"
             )
-        for name in ("quantization", "qat"):
-            if getattr(config, name) and getattr(config, name) != {"enable": False}:
+        for name, on in (("quantization", config.quantization), ("qat", (config.qat or {}).get("enable"))):
+            if on:
                 raise ValueError(f"rollout.{name} is not supported by longtail; leave it out")
         settings = {
             "max_num_seqs": config.max_num_seqs,
