@@ -13,9 +13,10 @@ import pytest
 import torch
 from tests.verl.support import reward, tiny
 
-STEPS, PROMPTS, GROUP, LENGTH = 4, 2, 2, 512
+STEPS, PROMPTS, GROUP, LENGTH = 4, 2, 4, 512
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "verl_grpo.sh"
+FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
 
 def overrides() -> list[str]:
@@ -27,6 +28,7 @@ def overrides() -> list[str]:
         "trainer.device=cpu",
         f"trainer.v1.sampler.custom_sampler.path={HERE / 'support' / 'recorder.py'}",
         "trainer.v1.sampler.custom_sampler.name=EagerBuffer",
+        "trainer.v1.colocate_async.num_warmup_batches=2",  # 24 samples for 8 slots: some run when two groups are whole
         "trainer.n_gpus_per_node=1",
         "trainer.val_before_train=False",
         f"trainer.total_training_steps={STEPS}",
@@ -46,7 +48,7 @@ def overrides() -> list[str]:
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.use_torch_compile=False",
         f"{actor}.fsdp_config.use_torch_compile=False",
-        f"{actor}.fsdp_config.dtype=float32",
+        f"++{actor}.fsdp_config.mixed_precision={FLOAT32}",
         f"{actor}.ppo_mini_batch_size={PROMPTS}",
         f"{actor}.optim.lr=1e-3",
         f"{rollout}.n={GROUP}",

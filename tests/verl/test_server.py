@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -226,3 +229,10 @@ def test_settings() -> None:
         settings(quantization="fp8")
     with pytest.raises(ValueError, match="module:function"):
         plugin.load_factory("longtail.bench.services")
+
+
+def test_verl_finds_it_by_its_entry_point() -> None:
+    code = "import verl.workers.rollout.replica as r; print(r.get_rollout_replica_class('longtail').__module__)"
+    env = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == [plugin.__name__], done.stderr[-2000:]

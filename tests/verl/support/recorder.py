@@ -40,7 +40,7 @@ def debug_metrics(columns: dict[str, Any], keep: list[list[bool]]) -> dict[str, 
 def record(trainer: Any, batch: Any, metrics: dict[str, Any]) -> None:
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*RAGGED, *OBJECTS])
     columns: dict[str, Any] = {name: [row.clone() for row in data[name].unbind()] for name in RAGGED}
-    columns |= {name: data[name].tolist() for name in OBJECTS}
+    columns |= {name: list(data[name]) for name in OBJECTS}
     step = trainer.global_steps
     fresh = [[version == step - 1 for version in fields["versions"]] for fields in columns["extra_fields"]]
     server = trainer.llm_server_manager.server_handles[0]
