@@ -123,7 +123,7 @@ def test_responses_are_whole(steps: list[dict[str, Any]]) -> None:
 
 
 def test_samples_start_in_one_step_and_finish_in_another(steps: list[dict[str, Any]]) -> None:
-    spans = Counter()
+    spans: Counter[int] = Counter()
     for row in samples(steps):
         versions, fields = row["extra_fields"]["versions"], row["extra_fields"]
         assert len(versions) == len(row["responses"]) == len(row["rollout_log_probs"])
