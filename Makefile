@@ -1,5 +1,6 @@
 # Each target works from a bare Python 3.11: what it needs is set up on first use and remembered in $(VENV)/.stamp-*.
 VENV ?= .venv
+VERL_VENV ?= .venv-verl
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 OUT ?= runs/demo
 
@@ -12,7 +13,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-areal lint typecheck clean
+.PHONY: help demo test test-areal test-verl lint typecheck clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -34,6 +35,9 @@ test-areal: $(VENV)/.stamp-areal  ## run the server's test with AReaL's own clie
 	OMP_NUM_THREADS=1 LONGTAIL_AREAL_PYTHON=$(abspath $(VENV)-areal/bin/python) \
 	    $(bin)/pytest tests/trainer_adapter/server/test_areal.py
 
+test-verl: $(VERL_VENV)/.stamp  ## run the tests of the plugin for verl, in an environment of its own
+	$(VERL_VENV)/bin/pytest tests/verl
+
 lint: $(VENV)/.stamp-dev  ## check style and imports
 	$(bin)/ruff check .
 
@@ -41,7 +45,7 @@ typecheck: $(VENV)/.stamp-dev  ## check types
 	$(bin)/mypy
 
 clean:  ## remove the environment and what tools left behind; keeps runs/ and the models' cache
-	rm -rf $(VENV) $(VENV)-areal build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-areal $(VERL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
@@ -61,6 +65,13 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 	@command -v bwrap >/dev/null || apt-get install -qq -y bubblewrap >/dev/null 2>&1 || \
 	    echo 'bubblewrap is missing (apt-get install bubblewrap): the tests of the sandbox are skipped'
 	@touch $@ $(VENV)/.stamp-run
+
+# verl excludes the transformers that longtail is tested with: all versions are of that environment, longtail adds none.
+$(VERL_VENV)/.stamp: tests/verl/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq -r tests/verl/requirements.txt
+	$(VERL_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps -e .
+	@touch $@
 
 $(VENV)/.stamp-model: | $(VENV)/.stamp-run
 	$(bin)/longtail model smollm2-135m
