@@ -25,7 +25,8 @@ def train(
         str, typer.Option(help="add, a mix (arithmetic, gsm, gsm_symbolic=3,chain_sum=1), or a file of prompts.jsonl")
     ] = "add",
     grader: Annotated[
-        str | None, typer.Option(help="package.module.function of a GradeRequest", show_default="the task's own")
+        str | None,
+        typer.Option(help="math, regex:{...}, a .toml file, or package.module.function", show_default="the task's own"),
     ] = None,
     strategy: Annotated[str, typer.Option(help="sync, token-budget:tokens=200, over-issue, ...")] = "sync",
     token_budget: Annotated[

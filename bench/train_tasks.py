@@ -11,7 +11,6 @@ a store on disk gives it back as it was.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import random
 import re
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 
 from longtail.bench import tasks
 from longtail.partial_rollout.grading import Grader, GradeRequest
+from longtail.trainer_adapter.rewards import make_grader
 
 HELD_OUT_SEED = 99
 
@@ -46,32 +46,20 @@ class Prompts(Protocol):
 def load_prompts(
     task: str, tokenizer: Any, *, seed: int = 0, held_out: int = 48, grader: str | Grader | None = None
 ) -> Prompts:
-    """tokenizer: None for a file of token ids. grader: a function or its name (None: the task's own).
+    """tokenizer: None for a file of token ids. grader: one made, or what `make_grader` takes; None:
+    the task's own.
 
     ValueError: an unknown task, one that needs a tokenizer, or a file without a grader."""
-    own = load_grader(grader) if isinstance(grader, str) else grader
+    own: Grader | None = make_grader(grader) if isinstance(grader, str) else grader
     if task.endswith(".jsonl"):
         if own is None:
-            raise ValueError(f"grader: {task} brings none; give --grader package.module.function")
+            raise ValueError(f"grader: {task} brings none; give --grader math, or package.module.function")
         return FilePrompts(Path(task), tokenizer, own, held_out)
     if tokenizer is None:
         raise ValueError(f"task {task!r} needs a tokenizer, and the model has none; give a .jsonl file of prompt_ids")
     if task == "add":
         return AdditionPrompts(tokenizer, seed, held_out, own or grade_addition)
     return GymPrompts(task, tokenizer, seed, held_out, own or grade_gym)
-
-
-def load_grader(name: str) -> Grader:
-    """package.module.function."""
-    module, _, attribute = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"grader {name!r}: {error}; write package.module.function") from error
-    if not callable(found):
-        raise ValueError(f"grader {name!r} is no function of a GradeRequest")
-    grader: Grader = found
-    return grader
 
 
 class _Stream:

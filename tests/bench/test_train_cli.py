@@ -101,8 +101,8 @@ def test_run_resume_report_plot(options: list[Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        (["--grader", "nonesuch"], "write package.module.function"),
-        (["--grader", "math.pi"], "no function of a GradeRequest"),
+        (["--grader", "nonesuch"], "none is called 'nonesuch'"),
+        (["--grader", "math.pi"], "must be a function of a request"),
         (["--task", "nonesuch.jsonl"], "cannot be read"),
         (["--task", "add"], "needs a tokenizer"),
         (["--eval-prompts", "40"], "held out; give more"),
