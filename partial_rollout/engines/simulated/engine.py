@@ -279,10 +279,7 @@ class SimulatedEngine:
     def _turn(self, out: StepOutput, horizon: int | None, until: float | None) -> None:
         """A run of passes that are alike, or one pass that is not."""
         if self._new_weights:
-            self._new_weights = False
-            for seq in self.scheduler.running.values():
-                if seq.decoding:
-                    self.records.begin(seq, seq.num_output_tokens, self._version)
+            self._begin_versions()
         most = self.scheduler.num_alike()
         if most:
             if horizon is not None:
@@ -291,16 +288,30 @@ class SimulatedEngine:
         else:
             self._mixed(out)
 
+    def _begin_versions(self) -> None:
+        """What runs goes on under new weights."""
+        self._new_weights = False
+        for seq in self.scheduler.running.values():
+            if seq.decoding:
+                self.records.begin(seq, seq.num_output_tokens, self._version)
+
     def _decode(self, most: int, until: float | None, out: StepOutput) -> None:
         """Passes that are alike: `most` of them, or as many as get to `until`."""
         scheduler = self.scheduler
         n, context = len(scheduler.running), scheduler.num_decoding_tokens
         passes, start, end = self._timing.decode(n, context, scheduler.passes.count, most, until)
+        self._decoded(passes, (start, end), context, out)
+
+    def _decoded(self, passes: int, span: tuple[float, float], context: int, out: StepOutput) -> None:
+        """Passes that are alike have been made. context: KV tokens that the first of them read."""
+        scheduler = self.scheduler
+        n = len(scheduler.running)
         scheduler.passes.count += passes
         rows = n * passes
-        made = rows - self._settle(scheduler.due(), out)
-        context = total_context(n, context, passes)
-        self._passed(out, (start, end), n, made, passes, rows, 0, context)
+        due = scheduler.due()
+        made = rows - self._settle(due, out) if due else rows
+        context = 0 if self._journal.listener is ignore else total_context(n, context, passes)
+        self._passed(out, span, n, made, passes, rows, 0, context)
 
     def _mixed(self, out: StepOutput) -> None:
         """One pass as the scheduler has it: decodes, chunks of prefills, admissions."""

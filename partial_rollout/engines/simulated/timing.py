@@ -26,8 +26,8 @@ class Stretch:
     def goes_on(self, num_seqs: int, context: int, passes: int, start: float) -> bool:
         """Whether these are the next passes of it."""
         return (
-            num_seqs == self.num_seqs
-            and start == self.end
+            start == self.end
+            and num_seqs == self.num_seqs
             and context == self.context + num_seqs * (passes - self.passes)
         )
 
@@ -43,8 +43,6 @@ class Timing:
         self.clock, self.cost = clock, cost
         self._at = clock.now()
         self._stretch = Stretch()
-        self._reckoned: tuple[tuple[int, int, int], float] = ((0, 0, 0), 0.0)
-        """The last run of passes that was reckoned, and its seconds: what is looked ahead at is often made next."""
 
     def now(self) -> float:
         at, clock = self._at, self.clock.time
@@ -60,8 +58,9 @@ class Timing:
         """Where `decode` of so many passes would end."""
         start, stretch = self.now(), self._stretch
         if not stretch.goes_on(num_seqs, context_tokens, passes, start):
-            return start + self._run(num_seqs, context_tokens, count)
-        return stretch.start + self._run(num_seqs, stretch.context, passes - stretch.passes + count)
+            return start + self.cost.decode_seconds(num_seqs, context_tokens, count)
+        done = passes - stretch.passes
+        return stretch.start + self.cost.decode_seconds(num_seqs, stretch.context, done + count)
 
     def mixed(self, num_seqs: int, query_tokens: int, context_tokens: int) -> tuple[float, float]:
         """One pass. -> its start and end."""
@@ -74,13 +73,11 @@ class Timing:
     ) -> tuple[int, float, float]:
         """Passes alike, `most` of them or the fewest that get to `until`. passes: made by the engine so far.
         -> their number, start and end."""
-        start, stretch = self.now(), self._stretch
-        if not stretch.goes_on(num_seqs, context_tokens, passes, start):
-            stretch = self._stretch = Stretch(start, num_seqs, context_tokens, passes)
+        start, stretch = self._enter(num_seqs, context_tokens, passes)
         done = passes - stretch.passes
 
         def end(count: int) -> float:
-            return stretch.start + self._run(num_seqs, stretch.context, done + count)
+            return stretch.start + self.cost.decode_seconds(num_seqs, stretch.context, done + count)
 
         count, at = most, end(most)
         if until is not None and at >= until:
@@ -89,11 +86,18 @@ class Timing:
         self._at = stretch.end = self._check(start, at)
         return count, start, at
 
-    def _run(self, num_seqs: int, context_tokens: int, passes: int) -> float:
-        run = num_seqs, context_tokens, passes
-        if run != self._reckoned[0]:
-            self._reckoned = run, self.cost.decode_seconds(num_seqs, context_tokens, passes)
-        return self._reckoned[1]
+    def leap(self, num_seqs: int, context_tokens: int, passes: int, end: float) -> float:
+        """`decode` of a number of passes of which `end_of` is known. -> their start"""
+        start, stretch = self._enter(num_seqs, context_tokens, passes)
+        self._at = stretch.end = self._check(start, end)
+        return start
+
+    def _enter(self, num_seqs: int, context_tokens: int, passes: int) -> tuple[float, Stretch]:
+        """-> the time, and the stretch to which the next passes belong."""
+        start, stretch = self.now(), self._stretch
+        if not stretch.goes_on(num_seqs, context_tokens, passes, start):
+            stretch = self._stretch = Stretch(start, num_seqs, context_tokens, passes)
+        return start, stretch
 
     def _check(self, start: float, end: float) -> float:
         if not start <= end < math.inf:
