@@ -144,7 +144,7 @@ class Generation(Slots):
     @property
     def is_awaiting(self) -> bool:
         """Whether a group is unfinished that the next update would make too old."""
-        return any(group_id not in self.state.ready for group_id in self.awaited)
+        return bool(self.awaited) and any(group_id not in self.state.ready for group_id in self.awaited)
 
     def advance(self, *, patient: bool = True) -> bool:
         """patient: wait for graders and environments where nothing else is to do. -> False if nothing more can happen

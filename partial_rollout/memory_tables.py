@@ -149,10 +149,14 @@ class MemoryTables:
             self._set(self._groups, group.id, number)
             self._set(self._open, group.id)
             for sample in group.samples:
-                row, line = self._samples[sample.id], lines[sample.id]
-                before, length, observed, masked = row
-                _move(tokens, before, length - observed, masked, -1)
-                _move(tokens, line, length - observed, masked, 1)
+                line = lines[sample.id]
+                before, length, observed, masked = self._samples[sample.id]
+                written = length - observed
+                if masked or before != "pending":
+                    _move(tokens, before, written, masked, -1)
+                    _move(tokens, line, written, masked, 1)
+                else:
+                    tokens[line] += written
                 self._set(self._samples, sample.id, _Row(line, length, observed, masked))
         del tokens["pending"]
         self.count(tokens)

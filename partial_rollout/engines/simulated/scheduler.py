@@ -86,7 +86,12 @@ class Scheduler:
 
     @property
     def num_free(self) -> int:
-        return FOREVER if self.memory.capacity is None else self.memory.capacity - self.num_used
+        memory = self.memory
+        if memory.capacity is None:
+            return FOREVER
+        decoding = len(self.running) - len(self.prefilling)
+        used = self._known + decoding * (self.passes.count - 1) + self._prefilled - memory.saved  # as `num_used`
+        return memory.capacity - used
 
     # -- passes alike -------------------------------------------------------------------------------------------------
 
@@ -98,8 +103,10 @@ class Scheduler:
         n = len(self.running)
         if self.waiting and n < self.slots and not self._blocked:
             return 0
-        self._skip_stale()
-        alike = self._agenda[0][0] - self.passes.count
+        agenda = self._agenda
+        while (entry := agenda[0])[2] != entry[3].stamp or not entry[3].decoding:
+            heapq.heappop(agenda)
+        alike = entry[0] - self.passes.count
         memory = self.memory
         if memory.capacity is None:
             return alike
@@ -125,10 +132,6 @@ class Scheduler:
         if len(self._agenda) > 2 * len(self.running) + 64:
             self._agenda = [entry for entry in self._agenda if entry[2] == entry[3].stamp and entry[3].decoding]
             heapq.heapify(self._agenda)
-
-    def _skip_stale(self) -> None:
-        while (entry := self._agenda[0])[2] != entry[3].stamp or not entry[3].decoding:
-            heapq.heappop(self._agenda)
 
     # -- one pass -----------------------------------------------------------------------------------------------------
 
