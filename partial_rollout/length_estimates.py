@@ -168,7 +168,7 @@ class LengthEstimates:
 
     def observe(self, sample: Sample) -> None:
         """Learns from a sample that has ended. ValueError if it has not, or was observed before."""
-        if not sample.is_done:
+        if sample.status != "finished" and sample.status != "failed":
             raise ValueError(f"sample {sample.id} is {sample.status}; observe it when it has ended")
         known = self._groups.get(sample.group_id) or self._find(sample, None)
         if sample.id in known.observed:

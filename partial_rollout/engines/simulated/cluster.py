@@ -186,8 +186,11 @@ class SimulatedCluster:
         self.instances[number].set_limit(sample_id, limit)
         self._changed[number] = None
 
-    def step(self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False) -> StepOutput:
-        """To the next event that says something, to `until`, or until `horizon` output tokens are made."""
+    def step(
+        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False, finishes: int = 1
+    ) -> StepOutput:
+        """To the next event that says something (a finish as long as there are `finishes`), to `until`, or until
+        `horizon` output tokens are made."""
         out = StepOutput(self._version, num_output_tokens=self._unreported)
         self._unreported = 0
         stop = math.inf if until is None else until
@@ -195,23 +198,25 @@ class SimulatedCluster:
             stop = min(stop, self.alarm)
         stop = max(stop, self.clock.time)
         target = None if horizon is None else self._made + horizon
-        while self.has_work:
+        faults = self._faults
+        while self._where or self._held:
             if horizon is not None and out.num_output_tokens >= horizon:
                 break
             self._replan()
-            fault = self._faults[0][0] if self._faults else math.inf
-            first = min(self._next_time(), fault)
+            first = self._next_time()
+            fault = faults[0][0] if faults else math.inf
+            first = min(first, fault)
             if target is not None and self._counted(target, min(first, stop), out):
                 continue
             if first > stop:
                 self.clock.advance_to(stop)
                 break
             if fault <= first:
-                self._fault(*self._faults.pop(0))
+                self._fault(*faults.pop(0))
                 continue
             self.clock.advance_to(first)
-            self._run(heapq.heappop(self._agenda), out)
-            if out.finished or out.at_limit or out.turns:
+            urgent = self._run(heapq.heappop(self._agenda), out)
+            if urgent or len(out.finished) >= finishes:
                 break
         self._made += out.num_output_tokens
         out.num_seqs = len(self._where)
@@ -273,22 +278,26 @@ class SimulatedCluster:
             heapq.heappop(agenda)
         return agenda[0][0] if agenda else math.inf
 
-    def _run(self, entry: tuple[float, int, int, int], out: StepOutput) -> None:
-        """What an instance has at this moment."""
+    def _run(self, entry: tuple[float, int, int, int], out: StepOutput) -> bool:
+        """What an instance has at this moment. -> whether the caller has to hear of it at once."""
         time, number, _, passes = entry
         self._changed[number] = None
         instance = self.instances[number]
+        known, turns = len(out.finished), len(out.turns)
         if passes:  # they end now: nothing of them is to be held
-            known = len(out.finished), len(out.turns)
             instance.leap(passes, time, out)
-            for sample in (*out.finished[known[0] :], *out.turns[known[1] :]):
+            for sample in out.finished[known:]:
                 self._left(number, sample.id, time)
-            return
-        held = self._held.pop(number, None)
-        if held is not None:
+            for sample in out.turns[turns:]:
+                self._left(number, sample.id, time)
+        elif (held := self._held.pop(number, None)) is not None:
             _merge(out, held)
-            return
-        self._bring(number, instance.advance(), out)
+        else:
+            self._bring(number, instance.advance(), out)
+        for sample in out.finished[known:]:
+            if sample.status == "failed":
+                return True
+        return bool(out.at_limit or out.turns)
 
     def _bring(self, number: int, made: StepOutput, out: StepOutput | None) -> None:
         """Of what an instance has made: tokens count at once, the rest is held if it stands ahead of the clock, or if

@@ -34,7 +34,7 @@ class Instance(SimulatedEngine):
         if not most:
             return self._timing.now(), 0
         n, count = len(scheduler.running), scheduler.passes.count
-        return self._timing.end_of(n, scheduler.num_decoding_tokens, count, most), most
+        return self._timing.plan(n, scheduler.num_decoding_tokens, count, most), most
 
     def leap(self, passes: int, end: float, out: StepOutput) -> None:
         """What was planned: passes alike, up to `end`."""
@@ -47,10 +47,8 @@ class Instance(SimulatedEngine):
     def _leap(self, passes: int, end: float, out: StepOutput) -> None:
         if self._new_weights:
             self._begin_versions()
-        scheduler = self.scheduler
-        n, context = len(scheduler.running), scheduler.num_decoding_tokens
-        start = self._timing.leap(n, context, scheduler.passes.count, end)
-        self._decoded(passes, (start, end), context, out)
+        context = 0 if self._journal.listener is ignore else self.scheduler.num_decoding_tokens
+        self._decoded(passes, (self._timing.leap(end), end), context, out)
         if self.config.materialise:
             self.records.catch_up()
         if self._at_limit:

@@ -176,7 +176,8 @@ class Scheduler:
         seq = chunk.seq
         seq.computed += chunk.num_tokens
         self._prefilled += chunk.num_tokens
-        self.memory.computed(seq)
+        if seq.leads:
+            self.memory.computed(seq)
         if seq.computed < seq.known:
             return False
         del self.prefilling[seq.order]
@@ -187,8 +188,9 @@ class Scheduler:
         return True
 
     def _admit(self, budget: int, free: int) -> Chunk | None:
+        memory = self.memory
         for place, seq in enumerate(self.waiting):
-            if self.memory.is_awaited(seq):
+            if memory.leaders and memory.is_awaited(seq):
                 continue
             self.attach(seq)
             count = min(seq.known - seq.computed, budget)
@@ -213,7 +215,7 @@ class Scheduler:
 
     def remove(self, seq: SimulatedSequence) -> None:
         """Out, whether it runs or waits; its counters stay as they are."""
-        if seq.is_running:
+        if seq.order >= 0:
             self._leave(seq)
         else:
             self.waiting.remove(seq)
@@ -238,7 +240,8 @@ class Scheduler:
         del self.running[seq.order]
         if seq.decoding:
             self._known -= seq.known
-            seq.known, seq.computed, seq.decoding = seq.num_tokens, seq.num_computed_tokens, False
+            known = seq.known + self.passes.count
+            seq.known, seq.computed, seq.decoding = known, known - 1, False
         else:
             del self.prefilling[seq.order]
             self._prefilled -= seq.computed

@@ -23,14 +23,6 @@ class Stretch:
     end: float = math.nan
     """Of the last so far."""
 
-    def goes_on(self, num_seqs: int, context: int, passes: int, start: float) -> bool:
-        """Whether these are the next passes of it."""
-        return (
-            start == self.end
-            and num_seqs == self.num_seqs
-            and context == self.context + num_seqs * (passes - self.passes)
-        )
-
 
 class Timing:
     """An engine's own time, never before the clock's.
@@ -42,7 +34,7 @@ class Timing:
     def __init__(self, clock: VirtualClock, cost: StepSeconds) -> None:
         self.clock, self.cost = clock, cost
         self._at = clock.now()
-        self._stretch = Stretch()
+        self._stretch = self._planned = Stretch()
 
     def now(self) -> float:
         at, clock = self._at, self.clock.time
@@ -54,13 +46,17 @@ class Timing:
     def wait_until(self, time: float) -> None:
         self._at = max(self._at, time)
 
-    def end_of(self, num_seqs: int, context_tokens: int, passes: int, count: int) -> float:
-        """Where `decode` of so many passes would end."""
-        start, stretch = self.now(), self._stretch
-        if not stretch.goes_on(num_seqs, context_tokens, passes, start):
-            return start + self.cost.decode_seconds(num_seqs, context_tokens, count)
-        done = passes - stretch.passes
-        return stretch.start + self.cost.decode_seconds(num_seqs, stretch.context, done + count)
+    def plan(self, num_seqs: int, context_tokens: int, passes: int, count: int) -> float:
+        """Where `decode` of so many passes would end; `leap` makes them."""
+        stretch = self._planned = self._next(num_seqs, context_tokens, passes)
+        return stretch.start + self.cost.decode_seconds(num_seqs, stretch.context, passes - stretch.passes + count)
+
+    def leap(self, end: float) -> float:
+        """Makes the passes that were planned last, of which `plan` has said the end. -> their start"""
+        start, stretch = self.now(), self._planned
+        self._stretch = stretch
+        self._at = stretch.end = self._check(start, end)
+        return start
 
     def mixed(self, num_seqs: int, query_tokens: int, context_tokens: int) -> tuple[float, float]:
         """One pass. -> its start and end."""
@@ -73,7 +69,8 @@ class Timing:
     ) -> tuple[int, float, float]:
         """Passes alike, `most` of them or the fewest that get to `until`. passes: made by the engine so far.
         -> their number, start and end."""
-        start, stretch = self._enter(num_seqs, context_tokens, passes)
+        start = self.now()
+        stretch = self._stretch = self._next(num_seqs, context_tokens, passes)
         done = passes - stretch.passes
 
         def end(count: int) -> float:
@@ -86,18 +83,17 @@ class Timing:
         self._at = stretch.end = self._check(start, at)
         return count, start, at
 
-    def leap(self, num_seqs: int, context_tokens: int, passes: int, end: float) -> float:
-        """`decode` of a number of passes of which `end_of` is known. -> their start"""
-        start, stretch = self._enter(num_seqs, context_tokens, passes)
-        self._at = stretch.end = self._check(start, end)
-        return start
-
-    def _enter(self, num_seqs: int, context_tokens: int, passes: int) -> tuple[float, Stretch]:
-        """-> the time, and the stretch to which the next passes belong."""
-        start, stretch = self.now(), self._stretch
-        if not stretch.goes_on(num_seqs, context_tokens, passes, start):
-            stretch = self._stretch = Stretch(start, num_seqs, context_tokens, passes)
-        return start, stretch
+    def _next(self, num_seqs: int, context_tokens: int, passes: int) -> Stretch:
+        """To which the next passes belong."""
+        at, clock, stretch = self._at, self.clock.time, self._stretch
+        start = at if at > clock else clock
+        if (
+            start == stretch.end
+            and num_seqs == stretch.num_seqs
+            and context_tokens == stretch.context + num_seqs * (passes - stretch.passes)
+        ):
+            return stretch
+        return Stretch(start, num_seqs, context_tokens, passes)
 
     def _check(self, start: float, end: float) -> float:
         if not start <= end < math.inf:
