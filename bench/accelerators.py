@@ -18,6 +18,7 @@ Tensor parallelism: two all-reduces a layer of rows x hidden values; a ring move
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -139,7 +140,15 @@ class Roofline:
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, num_passes: int) -> float:
         context = total_context(num_seqs, context_tokens, num_passes)
-        return num_passes * self._linear(num_seqs, num_seqs) + self._attention(num_seqs, num_seqs, context)
+        each = self._decode_rows.get(num_seqs)
+        if each is None:
+            each = self._decode_rows[num_seqs] = self._linear(num_seqs, num_seqs)
+        return num_passes * each + self._attention(num_seqs, num_seqs, context)
+
+    @functools.cached_property
+    def _decode_rows(self) -> dict[int, float]:
+        """`_linear` of decode passes, by their number of sequences, as far as it was asked for."""
+        return {}
 
     def _linear(self, num_seqs: int, rows: int) -> float:
         touched = 1.0 - (1.0 - self.experts_per_token / self.experts) ** rows

@@ -65,7 +65,7 @@ class _Timed(SimulatedEngine):
     sequence_steps = 0
 
     def step(
-        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False
+        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False, finishes: int = 1
     ) -> StepOutput:
         start = time.perf_counter()
         out = super().step(horizon=1)

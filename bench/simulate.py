@@ -221,15 +221,16 @@ class Prompts:
     def __init__(self, workload: Workload, strategy: Strategy) -> None:
         self.workload = workload
         self._next = 0
-        self._tokens: list[int] = workload.output_tokens.tolist()
-        self._capped: list[bool] = workload.capped.tolist()
+        ends = list(zip(workload.output_tokens.tolist(), workload.capped.tolist(), strict=True))
+        known = {end: Length(end[0], "length" if end[1] else "stop") for end in set(ends)}
+        self._lengths = [known[end] for end in ends]
+        """Of each sample; of those that end alike the same object."""
         self._starts: list[int] = workload.group_starts.tolist()
         self._prompts: list[int] = workload.prompt_tokens[workload.group_starts[:-1]].tolist()
         self._numbers = None if workload.names is None else {name: i for i, name in enumerate(workload.names)}
         self._strategy = strategy
-        self._cap = max(self._tokens)
+        self._cap = max(tokens for tokens, _ in ends)
         self._params: dict[int, SamplingParams] = {}
-        self._known: dict[tuple[int, bool], Length] = {}
         self._group_of: tuple[str, int, int] = ("", 0, 1)
         """The group that was asked for last: its name, first sample and size. Siblings are asked for one after the
         other."""
@@ -263,12 +264,7 @@ class Prompts:
             start = self._starts[number]
             size = self._starts[number + 1] - start
             self._group_of = name, start, size
-        at = start + sample.index % size
-        key = (self._tokens[at], self._capped[at])
-        length = self._known.get(key)
-        if length is None:
-            length = self._known[key] = Length(key[0], "length" if key[1] else "stop")
-        return length
+        return self._lengths[start + sample.index % size]
 
 
 class _Measured:

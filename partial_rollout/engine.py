@@ -104,12 +104,14 @@ class Engine(Protocol):
         ...
 
     def step(
-        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False
+        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False, finishes: int = 1
     ) -> StepOutput:
         """horizon: output tokens after which, and until: time on this engine's clock at which, the caller wants to look
         again; None: no matter. One forward pass, whatever they say, on a real engine; a virtual one goes on, not beyond
         either, until there is something to report. refilled: others wait for the slots that become free (where not, the
-        run ends with the slowest sample, which is to be helped by drafts rather than all together)."""
+        run ends with the slowest sample, which is to be helped by drafts rather than all together). finishes: samples
+        that may have finished, none of them failed, before the caller wants to hear of it: a virtual engine may report
+        so many at once."""
         ...
 
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:

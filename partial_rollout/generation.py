@@ -31,6 +31,8 @@ from longtail.partial_rollout.workers import Workers
 from longtail.sample import ENVIRONMENT, FinishReason, Group, Sample, is_zero_variance
 
 Refill = Callable[[], Group | None]
+MOST_FINISHES = 1024
+"""That an engine may report at once: other threads want their turn."""
 
 
 class Generation(Slots):
@@ -124,9 +126,10 @@ class Generation(Slots):
         state.started_with = {s.id: len(s.output_ids) for s in state.running.values()}
         strategy.begin(state)
         self.begun = True
+        needed, restarts = strategy.needed, strategy.restarts
         for group in list(state.groups.values()):
-            group.needed = strategy.needed(group, state)
-            if strategy.restarts(group, state):
+            group.needed = needed(group, state)
+            if restarts(group, state):
                 self.restart(group, list(group.samples), "aborted")
             elif group.is_ready and group.id not in state.ready:
                 self._complete(group)
@@ -144,7 +147,7 @@ class Generation(Slots):
     @property
     def is_awaiting(self) -> bool:
         """Whether a group is unfinished that the next update would make too old."""
-        return any(group_id not in self.state.ready for group_id in self.awaited)
+        return bool(self.awaited) and any(group_id not in self.state.ready for group_id in self.awaited)
 
     def advance(self, *, patient: bool = True) -> bool:
         """patient: wait for graders and environments where nothing else is to do. -> False if nothing more can happen
@@ -155,7 +158,7 @@ class Generation(Slots):
             self.weights_updated()
         if self._collect_background():
             return True  # it may be enough, before anything is admitted or waited for
-        self.admit()
+        is_settled = self.admit()
         if not state.running:
             if len(self.workers):
                 if not patient and self.workers.next_time() is None:
@@ -172,6 +175,7 @@ class Generation(Slots):
             horizon=self.strategy.horizon(state),
             until=self.workers.next_time(),
             refilled=state.queue.num_eligible > 0,
+            finishes=self._patience() if is_settled else 1,
         )
         state.num_output_tokens += out.num_output_tokens
         if self.store.commit_due:
@@ -181,6 +185,16 @@ class Generation(Slots):
         if out.at_limit:
             self.renew([s for s in out.at_limit if s.id in state.running])
         return True
+
+    def _patience(self) -> int:
+        """So many samples may finish before there may be something to do, where nobody waits for a slot."""
+        state, strategy = self.state, self.strategy
+        if not strategy.is_patient or self.awaited or self.repetition is not None:
+            return 1
+        if self.workers.grader is not None or not self.workers.is_idle:
+            return 1
+        patience = strategy.patience(state)
+        return MOST_FINISHES if patience is None else min(max(patience, 1), MOST_FINISHES)
 
     def halt(self) -> None:
         """Takes everything out of the engine, and deals with what has ended."""
@@ -213,8 +227,9 @@ class Generation(Slots):
 
     def _left(self, samples: list[Sample]) -> None:
         """The engine has let go of them, ended or at the end of a turn."""
+        running = self.state.running
         for sample in samples:
-            if self.state.running.pop(sample.id, None) is None:
+            if running.pop(sample.id, None) is None:
                 continue  # of a group that was dropped a moment ago
             if sample.is_done:
                 self._ended(sample)
@@ -232,12 +247,13 @@ class Generation(Slots):
         if sample.status == "failed":
             self._failed(sample)
             return
-        group = self.state.group(sample)
+        state = self.state
+        group = state.groups[sample.group_id]
         if sample.id not in group.measured and sample.output_ids:
             group.measured.add(sample.id)
-            self.state.lengths.observe(sample)
+            state.lengths.observe(sample)
         self._grade(sample)
-        self.state.queue.reorder(group.samples)
+        state.queue.reorder(group.group.samples)
 
     def _failed(self, sample: Sample) -> None:
         group = self.state.group(sample)
@@ -261,13 +277,13 @@ class Generation(Slots):
 
     def _grade(self, sample: Sample) -> None:
         wants = sample.status == "finished" and sample.reward is None and sample.grade_failure is None
-        if not wants or self.workers.grader is None:
+        if self.workers.grader is None or not wants:
             self._done(sample)
             return
         self.workers.grade(sample, self.state.group(sample).group.task)
 
     def _done(self, sample: Sample) -> None:
-        group = self.state.group(sample)
+        group = self.state.groups[sample.group_id]
         if sample not in group.ended:
             group.ended.append(sample)
         if group.is_ready and group.id not in self.state.ready:

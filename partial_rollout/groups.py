@@ -77,7 +77,8 @@ class GroupState:
 
     @property
     def is_ready(self) -> bool:
-        return len(self.ended) >= min(self.needed, len(self.samples))
+        ended = len(self.ended)
+        return ended >= self.needed or ended >= len(self.group.samples)
 
     def oldest_version(self) -> int | None:
         """Of the tokens that count in the loss: versions never fall along a sample, so it is that of a first one."""

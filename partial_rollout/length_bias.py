@@ -110,6 +110,8 @@ class LengthBias:
         self._last: IterationBias | None = None
         self._open: dict[str, _Open] = {}
         self._decided: deque[_Decided] = deque()
+        self._num_lost = self._num_cut = 0
+        """Of these."""
         self._recent: deque[tuple[int, Exposure]] = deque()
         self._tests = 0
         self._iterations = 0
@@ -173,8 +175,9 @@ class LengthBias:
         exposure = Exposure()
         exposure.add(lengths, ended, entries)
         self._open = now
-        self._remember(iteration, exposure, decided)
-        return self._judge(iteration, handed, sum(d.lost for d in decided))
+        num_lost = len(decided) - len(handed)
+        self._remember(iteration, exposure, decided, num_lost)
+        return self._judge(iteration, handed, num_lost)
 
     def report(self) -> dict[str, Any]:
         """JSON-able figures of the whole run, and of the window at its end (num_lost to chance)."""
@@ -201,9 +204,11 @@ class LengthBias:
             "onsets": list(self.onsets),
         }
 
-    def _remember(self, iteration: int, exposure: Exposure, decided: list[_Decided]) -> None:
+    def _remember(self, iteration: int, exposure: Exposure, decided: list[_Decided], num_lost: int) -> None:
         self._iterations += 1
-        self._dropped += sum(d.lost for d in decided)
+        self._dropped += num_lost
+        self._num_lost += num_lost
+        self._num_cut += sum(not entry.ended for entry in decided) if num_lost else 0  # what was trained on has ended
         self._generated += exposure
         self._recent.append((iteration, exposure))
         while self._recent[0][0] <= iteration - self.window:
@@ -212,7 +217,9 @@ class LengthBias:
         while self._decided and (
             self._decided[0].iteration <= iteration - self.window or len(self._decided) > self.max_samples
         ):
-            self._decided.popleft()
+            gone = self._decided.popleft()
+            self._num_lost -= gone.lost
+            self._num_cut -= not gone.ended
 
     def _judge(self, iteration: int, handed: list[int], num_dropped: int) -> IterationBias:
         trained = Exposure()
@@ -263,13 +270,13 @@ class LengthBias:
             for known in self._open.values()
             if known.since <= iteration - self.window
         ]
-        rows = [*self._decided, *overdue]
-        lost = np.array([row.lost for row in rows], dtype=bool)
-        num_lost, num_cut = int(lost.sum()), sum(not row.ended for row in rows)
-        if num_lost == len(rows):  # nothing was trained on: nothing to compare
+        num_lost, num_cut = self._num_lost + len(overdue), self._num_cut + sum(not row.ended for row in overdue)
+        if num_lost == len(self._decided) + len(overdue):  # nothing was trained on: nothing to compare
             return num_lost, num_cut, None, 1.0
         if not num_lost:
             return 0, 0, 1.0, 1.0
+        rows = [*self._decided, *overdue]
+        lost = np.array([row.lost for row in rows], dtype=bool)
         codes: dict[str, int] = {}
         units = np.array([codes.setdefault(row.group, len(codes)) for row in rows])
         tokens = np.array([row.tokens for row in rows])

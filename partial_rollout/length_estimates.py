@@ -33,6 +33,9 @@ SOURCES: tuple[Source, ...] = get_args(Source)
 Rule = Literal["longest", "mean"] | float
 """How lengths become one estimate; a number is a quantile, in (0, 1]."""
 
+FEW = 32
+"""Lengths that are put in order one by one; more are sorted with the others."""
+
 STATE = 1
 """Format of `to_dict`."""
 
@@ -147,7 +150,7 @@ class LengthEstimates:
             if tokens is not None:
                 return Estimate(tokens, "epochs")
         task = self._tasks.get(known.task)
-        if task is not None and len(task.ordered) >= self.settings["min_task"]:
+        if task is not None and len(task.arrived) >= self.settings["min_task"]:
             tokens = _beyond(task.ordered, now, self._task, cap)
             if tokens is not None:
                 return Estimate(tokens, "task")
@@ -165,7 +168,7 @@ class LengthEstimates:
 
     def observe(self, sample: Sample) -> None:
         """Learns from a sample that has ended. ValueError if it has not, or was observed before."""
-        if not sample.is_done:
+        if sample.status != "finished" and sample.status != "failed":
             raise ValueError(f"sample {sample.id} is {sample.status}; observe it when it has ended")
         known = self._groups.get(sample.group_id) or self._find(sample, None)
         if sample.id in known.observed:
@@ -316,17 +319,31 @@ class _Prompt:
 
 
 class _Task:
-    __slots__ = ("arrived", "ordered")
+    __slots__ = ("_late", "_ordered", "arrived")
 
     def __init__(self) -> None:
         self.arrived: deque[float] = deque()
-        self.ordered: list[float] = []
+        self._ordered: list[float] = []
+        self._late: list[tuple[float, float | None]] = []
+        """What came, and what went for it, since somebody asked for the order; more than FEW: the first of these."""
 
     def add(self, tokens: float, window: int) -> None:
         self.arrived.append(tokens)
-        insort(self.ordered, tokens)
-        if len(self.arrived) > window:
-            del self.ordered[bisect_left(self.ordered, self.arrived.popleft())]
+        gone = self.arrived.popleft() if len(self.arrived) > window else None
+        if len(self._late) <= FEW:
+            self._late.append((tokens, gone))
+
+    @property
+    def ordered(self) -> list[float]:
+        if len(self._late) > FEW:
+            self._ordered = sorted(self.arrived)
+        else:
+            for tokens, gone in self._late:
+                insort(self._ordered, tokens)
+                if gone is not None:
+                    del self._ordered[bisect_left(self._ordered, gone)]
+        self._late.clear()
+        return self._ordered
 
 
 def _newest(arrived: list[float], new: int, keep: int) -> list[float]:

@@ -28,6 +28,7 @@ class _Row(NamedTuple):
 
 _BLANK = _Row("pending", 0, 0, 0)
 _ABSENT: Any = object()
+OUTSIDE = "inside a transaction only"
 
 
 class MemoryTables:
@@ -76,7 +77,7 @@ class MemoryTables:
 
     def _set(self, table: dict[Any, Any], key: Any, value: Any = _ABSENT) -> None:
         """No value: out of the table."""
-        assert self._undo is not None, "inside a transaction only"
+        assert self._undo is not None, OUTSIDE
         self._undo.append((table, key, table.get(key, _ABSENT)))
         if value is _ABSENT:
             table.pop(key, None)
@@ -91,25 +92,23 @@ class MemoryTables:
                 self._set(self._samples, sample.id, _BLANK)
 
     def save(self, samples: Iterable[Sample]) -> None:
-        gained = 0
+        assert self._undo is not None, OUTSIDE
+        gained, rows, undo = 0, self._samples, self._undo
         for sample in samples:
-            before, length = self._samples[sample.id], len(sample.output_ids)
+            before, length = rows[sample.id], len(sample.output_ids)
             if length == before.tokens and sample.masked == before.masked == 0:
                 continue
             generated = sample.num_generated
             assert length >= before.tokens, f"sample {sample.id} has lost tokens: {length} of {before.tokens}"
             gained += generated - (before.tokens - before.observed)
-            self._put(sample, before.line, length, generated)
+            undo.append((rows, sample.id, before))
+            rows[sample.id] = _row(sample, before.line, length, generated)
         self.count({"generated": gained})
-
-    def _put(self, sample: Sample, line: str, length: int, generated: int) -> None:
-        masked = sample.num_masked if sample.masked else 0
-        self._set(self._samples, sample.id, _Row(line, length, length - generated, masked))
 
     def cut(self, cuts: Iterable[tuple[Sample, Sample, Line]]) -> None:
         for before, after, line in cuts:
             row, generated = self._samples[before.id], after.num_generated
-            self._put(after, row.line, len(after.output_ids), generated)
+            self._set(self._samples, after.id, _row(after, row.line, len(after.output_ids), generated))
             if tokens := before.num_generated - generated:
                 self._more(self._cuts, before.id, line, tokens)
                 self.count({line: tokens})
@@ -144,16 +143,24 @@ class MemoryTables:
             if groups:
                 number = self._meta["deliveries"] + 1
                 self._set(self._meta, "deliveries", number)
+        assert self._undo is not None, OUTSIDE
+        rows, undo = self._samples, self._undo
         tokens = dict.fromkeys(("pending", *LINES), 0)
         for group in groups:
             self._set(self._groups, group.id, number)
             self._set(self._open, group.id)
             for sample in group.samples:
-                row, line = self._samples[sample.id], lines[sample.id]
+                name = sample.id
+                row, line = rows[name], lines[name]
                 before, length, observed, masked = row
-                _move(tokens, before, length - observed, masked, -1)
-                _move(tokens, line, length - observed, masked, 1)
-                self._set(self._samples, sample.id, _Row(line, length, observed, masked))
+                written = length - observed
+                if masked or before != "pending":
+                    _move(tokens, before, written, masked, -1)
+                    _move(tokens, line, written, masked, 1)
+                else:
+                    tokens[line] += written
+                undo.append((rows, name, row))
+                rows[name] = _Row(line, length, observed, masked)
         del tokens["pending"]
         self.count(tokens)
         return number
@@ -218,6 +225,10 @@ class MemoryTables:
         self._check_open()
         rows = self._samples
         return {name: rows[name][1:3] for names in self._open.values() for name in names}
+
+
+def _row(sample: Sample, line: str, length: int, generated: int) -> _Row:
+    return _Row(line, length, length - generated, sample.num_masked if sample.masked else 0)
 
 
 def _move(counts: dict[str, int], line: str, tokens: int, masked: int, sign: int) -> None:

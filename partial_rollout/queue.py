@@ -4,6 +4,7 @@ nothing for what stands."""
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from longtail.sample import Sample
 
 Order = tuple[Any, ...]
 Age = tuple[int, int]
+Entry = tuple[Order, Age, Sample]
+"""No two have the same age: samples are never compared."""
 
 
 class SampleQueue:
@@ -18,8 +21,8 @@ class SampleQueue:
     never another; it breaks ties and gives `oldest`. stands: whether the key of a sample that may be admitted stays
     what it is until `stir` names it: it is not asked for again.
 
-    Entries of the heaps that are out of date are skipped when they come up, and cleared away before they are more than
-    those that count."""
+    Entries that come in order make a run, which costs O(1); a heap has those that do not. Entries that are out of date
+    are skipped when they come up, and cleared away before they are more than those that count."""
 
     def __init__(
         self,
@@ -29,11 +32,13 @@ class SampleQueue:
     ) -> None:
         self._order, self._age, self._stands = order, age, stands
         self._samples: dict[str, Sample] = {}
-        self._entered: dict[str, tuple[Order, Age, str]] = {}
+        self._entered: dict[str, Entry] = {}
         """The entry that counts, of samples that may be admitted."""
         self._unsettled: dict[str, Sample] = {}
         """Of those that wait, all but those whose keys stand."""
-        self._ordered: list[tuple[Order, Age, str]] = []
+        self._run: deque[Entry] = deque()
+        """Each is behind the one before it."""
+        self._heap: list[Entry] = []
         self._aged: list[tuple[Age, str]] | None = None
         """None: nobody has asked for the oldest yet."""
 
@@ -69,6 +74,8 @@ class SampleQueue:
     def reorder(self, samples: Iterable[Sample]) -> None:
         """Asks for the order of those that wait again, but for those whose keys stand."""
         unsettled = self._unsettled
+        if not unsettled:
+            return
         for sample in samples:
             if sample.id in unsettled:
                 self._enter(sample)
@@ -87,13 +94,22 @@ class SampleQueue:
 
     def first(self) -> Sample | None:
         """The first in order of those that may be admitted."""
-        ordered, entered = self._ordered, self._entered
-        while ordered and entered.get(ordered[0][2]) is not ordered[0]:
-            heapq.heappop(ordered)
-        return self._samples[ordered[0][2]] if ordered else None
+        entry = self._front()
+        return None if entry is None else entry[2]
 
     def first_order(self) -> Order | None:
-        return None if self.first() is None else self._ordered[0][0]
+        entry = self._front()
+        return None if entry is None else entry[0]
+
+    def _front(self) -> Entry | None:
+        run, heap, entered = self._run, self._heap, self._entered
+        while run and entered.get(run[0][2].id) is not run[0]:
+            run.popleft()
+        while heap and entered.get(heap[0][2].id) is not heap[0]:
+            heapq.heappop(heap)
+        if not heap:
+            return run[0] if run else None
+        return run[0] if run and run[0] < heap[0] else heap[0]
 
     def order_of(self, sample: Sample) -> Order | None:
         """Whether it waits or not."""
@@ -108,7 +124,7 @@ class SampleQueue:
         return self._samples[self._aged[0][1]] if self._aged else None
 
     def _ages(self) -> list[tuple[Age, str]]:
-        return sorted((age, name) for _, age, name in self._entered.values())
+        return sorted((age, sample.id) for _, age, sample in self._entered.values())
 
     def _enter(self, sample: Sample) -> None:
         name, order = sample.id, self._order(sample)
@@ -123,13 +139,15 @@ class SampleQueue:
         known = self._entered.get(name)
         if known is not None and known[0] == order:
             return
-        entry = self._entered[name] = order, self._age(sample) if known is None else known[1], name
+        entry = self._entered[name] = order, self._age(sample) if known is None else known[1], sample
         most = 2 * len(self._samples) + 64
-        if len(self._ordered) > most:
-            self._ordered = list(self._entered.values())
-            heapq.heapify(self._ordered)
+        run, heap = self._run, self._heap
+        if len(run) + len(heap) > most:
+            self._run, self._heap = deque(sorted(self._entered.values())), []
+        elif not run or run[-1] < entry:
+            run.append(entry)
         else:
-            heapq.heappush(self._ordered, entry)
+            heapq.heappush(heap, entry)
         if self._aged is not None and known is None:
             if len(self._aged) > most:
                 self._aged = self._ages()

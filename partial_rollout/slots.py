@@ -63,19 +63,21 @@ class Slots:
             self.awaited.add(group_id)
             self.state.queue.reorder(self.state.groups[group_id].samples)
 
-    def admit(self) -> None:
-        """Fills the free slots."""
+    def admit(self) -> bool:
+        """Fills the free slots. -> whether nobody who waits would get another one."""
         state, queue, free = self.state, self.state.queue, self.engine.num_free_slots
         refused: set[str] = set()
-        while free > 0 and (first := queue.first()) is not None:
+        while (first := queue.first()) is not None:
+            if free <= 0:
+                return False
             chosen = Admit(first) if first.group_id in self.awaited else self.strategy.admit(first, state)
             if chosen is None:
                 if first.id in refused:
-                    return
+                    return True
                 refused.add(first.id)
                 queue.reorder((first,))
                 if queue.first() is first:
-                    return
+                    return True
                 continue
             free -= 1
             sample, group = chosen.sample, state.groups[chosen.sample.group_id]
@@ -93,6 +95,7 @@ class Slots:
                 state.num_started += 1
                 if self.staleness is not None and self.staleness.is_due_at_once:
                     self.wait_for([group.id])
+        return True
 
     def pause(self, samples: list[Sample]) -> None:
         """Takes them out of the engine, to wait again."""

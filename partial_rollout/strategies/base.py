@@ -19,6 +19,8 @@ from longtail.sample import Sample
 
 Order = tuple[Any, ...]
 """Sort key: smaller is admitted first. Of one length and one type at each place, within a strategy."""
+DECISIONS = frozenset(("needed", "order", "admit", "may_begin", "stop_waiting"))
+"""Methods of a strategy whose answers a finished sample may change."""
 
 
 class Admit(NamedTuple):
@@ -81,9 +83,15 @@ class Strategy:
     """The order of a sample of a group that nobody has begun does not change until the group is begun, so that it is
     not asked for again when an iteration begins. A class with an `order` of its own has to say so of itself."""
 
+    is_patient: ClassVar[bool] = True
+    """`patience` is right. A class with decisions (`DECISIONS`) of its own has to say so of itself."""
+
     def __init_subclass__(cls) -> None:
-        if "order" in vars(cls) and "fresh_stand" not in vars(cls):
+        own = vars(cls)
+        if "order" in own and "fresh_stand" not in own:
             cls.fresh_stand = False
+        if "is_patient" not in own and not DECISIONS.isdisjoint(own):
+            cls.is_patient = False
 
     def __init__(self, *, groups: int | None = None) -> None:
         self.groups = None if groups is None else positive("groups", groups)
@@ -124,6 +132,12 @@ class Strategy:
         happened; None: however many. For engines that look ahead."""
         return None
 
+    def patience(self, state: RolloutState) -> int | None:
+        """Samples that may finish, with nothing else happening, before `stop_waiting` may answer otherwise, or `admit`
+        for those whom it has refused a free slot; None: however many. For engines that look ahead. Asked only of
+        classes that are patient (`is_patient`)."""
+        return None
+
     def stop_waiting(self, state: RolloutState) -> bool:
         """Whether to end the iteration; asked after every step. What runs is paused, or stays (`keeps_running`)."""
         return False
@@ -138,12 +152,17 @@ class BatchStrategy(Strategy):
 
     most_begun: groups that are begun and not handed over; None: however many."""
 
+    is_patient = True
+
     def __init__(self, groups: int, most_begun: int | None = None) -> None:
         super().__init__(groups=positive("groups", groups))
         self.wanted, self.most_begun = groups, most_begun
 
     def may_begin(self, group: GroupState, state: RolloutState) -> bool:
         return self.most_begun is None or group.started or state.num_started < self.most_begun
+
+    def patience(self, state: RolloutState) -> int | None:
+        return self.wanted - len(state.ready)
 
     def stop_waiting(self, state: RolloutState) -> bool:
         return len(state.ready) >= self.wanted

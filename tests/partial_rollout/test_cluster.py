@@ -10,12 +10,14 @@ import pytest
 from longtail.errors import LongtailError
 from longtail.partial_rollout.engines.simulated import (
     Instances,
+    Length,
     LinearCost,
     Loss,
     SimulatedCluster,
     SimulatedEngine,
     scripted,
 )
+from longtail.partial_rollout.engines.simulated.loads import Loads
 from longtail.partial_rollout.rollout import Rollout
 from longtail.partial_rollout.strategies import STRATEGIES, make_strategy
 from longtail.sample import Group, Sample
@@ -192,6 +194,49 @@ def test_groups_that_are_bound_wait_for_their_instance() -> None:
         rollout.submit([group("a"), group("b"), group("c")])
         assert finish_times(rollout) == {"a/0": 10.0, "b/0": 2.0, "c/0": 13.0}
         engine.check_integrity()
+
+
+def test_finishes_are_reported_together_if_the_caller_does_not_mind() -> None:
+    lengths = {"a/0": 2, "b/0": 5, "c/0": 9, "d/0": 11}
+    engine = cluster(lengths)
+    engine.add([s for name in "abcd" for s in group(name).samples])
+    out = engine.step(finishes=3)
+    assert ([s.id for s in out.finished], engine.now()) == (["a/0", "b/0", "c/0"], 9.0)
+    rest = engine.step(finishes=3)
+    assert ([s.id for s in rest.finished], engine.now()) == (["d/0"], 11.0)
+    assert out.num_output_tokens + rest.num_output_tokens == sum(lengths.values())
+
+
+def test_a_failure_is_reported_at_once() -> None:
+    script = {"a/0": Length(2), "b/0": Length(3, failure="no"), "c/0": Length(9)}
+    engine = SimulatedCluster((Instances(count=2, settings={"slots": 2}),), lengths=scripted(script))
+    engine.add([s for name in "abc" for s in group(name).samples])
+    out = engine.step(finishes=3)
+    assert ([(s.id, s.status) for s in out.finished], engine.now()) == ([("a/0", "finished"), ("b/0", "failed")], 4.0)
+
+
+def test_loads_by_brute_force() -> None:
+    """The least loaded that fits, whatever came and went between two looks."""
+    rng = random.Random(11)
+    slots = [rng.randint(1, 5) for _ in range(12)]
+    loads = Loads(slots)
+    for _ in range(4_000):
+        number = rng.randrange(len(slots))
+        action = rng.choice(("came", "came", "left", "lose", "restore", "look", "look"))
+        if action == "came" and loads.alive[number]:
+            loads.came(number)
+        elif action == "left" and loads.of[number]:
+            loads.left(number)
+        elif action == "lose" and loads.alive[number] and rng.random() < 0.2:
+            loads.lose(number)
+        elif action == "restore" and not loads.alive[number]:
+            loads.restore(number)
+        elif action == "look":
+            fit = {n for n in range(len(slots)) if rng.random() < 0.5}
+            shares = sorted((loads.of[n] / slots[n], n) for n in range(len(slots)) if loads.alive[n])
+            expected = [n for share, n in shares if share < 1.0 and n in fit] + [n for _, n in shares]
+            assert loads.least(fit.__contains__) == (expected[0] if expected else None)
+        loads.check_integrity()
 
 
 def test_until_and_empty_steps() -> None:

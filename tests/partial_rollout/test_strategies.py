@@ -16,6 +16,7 @@ from longtail.partial_rollout.strategies import (
     BoundedStaleness,
     ContextAware,
     OverIssue,
+    RolloutState,
     ShortFirst,
     Strategy,
     Sync,
@@ -240,6 +241,20 @@ def test_the_capacity_rule() -> None:
 
 
 # ---- by name
+
+
+def test_patience_is_not_inherited_by_other_decisions() -> None:
+    """What a finished sample may change is for each class with decisions of its own to say."""
+
+    class Renamed(OverIssue):
+        name = "renamed"
+
+    class Hasty(OverIssue):
+        def stop_waiting(self, state: RolloutState) -> bool:
+            return bool(state.ready)
+
+    patient = {cls for cls in (*STRATEGIES.values(), Renamed, Hasty) if cls.is_patient}
+    assert patient == {Sync, OverIssue, BoundedStaleness, Renamed}
 
 
 def test_every_strategy_has_its_name() -> None:

@@ -26,6 +26,7 @@ from longtail.partial_rollout.engine import EngineStats, StepOutput
 from longtail.partial_rollout.engines.simulated.clock import VirtualClock
 from longtail.partial_rollout.engines.simulated.cluster_config import Instances, Loss
 from longtail.partial_rollout.engines.simulated.instance import Instance
+from longtail.partial_rollout.engines.simulated.loads import Loads
 from longtail.partial_rollout.engines.simulated.script import Lengths, to_max_tokens
 from longtail.partial_rollout.engines.simulated.sequence import SimulatedSnapshot
 from longtail.sample import FinishReason, Sample
@@ -96,16 +97,11 @@ class SimulatedCluster:
         firsts = itertools.accumulate((kind.count for kind in instances[:-1]), initial=0)
         self._kinds = [self.instances[first] for first in firsts]
         """One instance of each kind."""
-        self._slots = [instance.config.slots for instance in self.instances]
         self._where: dict[str, int] = {}
         """Instance of each sample."""
-        self._load = [0] * len(kinds)
-        self._alive = [True] * len(kinds)
-        self._free = sum(self._slots)
-        self._by_load: list[tuple[float, int]] = [(0.0, number) for number in range(len(kinds))]
-        """Heap of (share of the slots that are taken, instance); one whose share is another by now does not count."""
-        self._agenda: list[tuple[float, int, int]] = []
-        """Heap of (time, instance, stamp); an older stamp does not count."""
+        self._loads = Loads([instance.config.slots for instance in self.instances])
+        self._agenda: list[tuple[float, int, int, int]] = []
+        """Heap of (time, instance, stamp, passes alike up to then); an older stamp does not count."""
         self._stamps = [0] * len(kinds)
         self._changed: dict[int, None] = {}
         """Instances whose place in the agenda is to be found anew."""
@@ -146,7 +142,7 @@ class SimulatedCluster:
 
     @property
     def num_free_slots(self) -> int:
-        return self._free
+        return self._loads.free
 
     @property
     def max_model_len(self) -> int | None:
@@ -190,8 +186,11 @@ class SimulatedCluster:
         self.instances[number].set_limit(sample_id, limit)
         self._changed[number] = None
 
-    def step(self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False) -> StepOutput:
-        """To the next event that says something, to `until`, or until `horizon` output tokens are made."""
+    def step(
+        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False, finishes: int = 1
+    ) -> StepOutput:
+        """To the next event that says something (a finish as long as there are `finishes`), to `until`, or until
+        `horizon` output tokens are made."""
         out = StepOutput(self._version, num_output_tokens=self._unreported)
         self._unreported = 0
         stop = math.inf if until is None else until
@@ -199,23 +198,25 @@ class SimulatedCluster:
             stop = min(stop, self.alarm)
         stop = max(stop, self.clock.time)
         target = None if horizon is None else self._made + horizon
-        while self.has_work:
+        faults = self._faults
+        while self._where or self._held:
             if horizon is not None and out.num_output_tokens >= horizon:
                 break
             self._replan()
-            fault = self._faults[0][0] if self._faults else math.inf
-            first = min(self._next_time(), fault)
+            first = self._next_time()
+            fault = faults[0][0] if faults else math.inf
+            first = min(first, fault)
             if target is not None and self._counted(target, min(first, stop), out):
                 continue
             if first > stop:
                 self.clock.advance_to(stop)
                 break
             if fault <= first:
-                self._fault(*self._faults.pop(0))
+                self._fault(*faults.pop(0))
                 continue
             self.clock.advance_to(first)
-            self._run(heapq.heappop(self._agenda)[1], out)
-            if out.finished or out.at_limit or out.turns:
+            urgent = self._run(heapq.heappop(self._agenda), out)
+            if urgent or len(out.finished) >= finishes:
                 break
         self._made += out.num_output_tokens
         out.num_seqs = len(self._where)
@@ -249,12 +250,12 @@ class SimulatedCluster:
         self._replan()
         for number, instance in enumerate(self.instances):
             instance.check_integrity()
-            assert instance.num_sequences == self._load[number], instance.name
-            assert self._alive[number] or not instance.num_sequences, instance.name
+            assert instance.num_sequences == self._loads.of[number], instance.name
+            assert self._loads.alive[number] or not instance.num_sequences, instance.name
         inside = {sample_id: n for n, i in enumerate(self.instances) for sample_id in i.sample_ids()}
         assert inside == self._where
-        assert self._free == sum(self._open_slots(n) for n in range(len(self.instances)))
-        planned = {n for _, n, stamp in self._agenda if stamp == self._stamps[n]}
+        self._loads.check_integrity()
+        planned = {n for _, n, stamp, _ in self._agenda if stamp == self._stamps[n]}
         assert planned == {n for n, i in enumerate(self.instances) if i.num_sequences or n in self._held}
 
     # -- time ---------------------------------------------------------------------------------------------------------
@@ -266,9 +267,9 @@ class SimulatedCluster:
         for number in self._changed:
             stamp = stamps[number] = stamps[number] + 1
             instance = self.instances[number]
-            time = instance.now() if number in held else instance.next_time()
-            if time is not None:
-                heapq.heappush(self._agenda, (time, number, stamp))
+            plan = (instance.now(), 0) if number in held else instance.plan()
+            if plan is not None:
+                heapq.heappush(self._agenda, (plan[0], number, stamp, plan[1]))
         self._changed.clear()
 
     def _next_time(self) -> float:
@@ -277,15 +278,26 @@ class SimulatedCluster:
             heapq.heappop(agenda)
         return agenda[0][0] if agenda else math.inf
 
-    def _run(self, number: int, out: StepOutput) -> None:
-        """What this instance has at this moment."""
+    def _run(self, entry: tuple[float, int, int, int], out: StepOutput) -> bool:
+        """What an instance has at this moment. -> whether the caller has to hear of it at once."""
+        time, number, _, passes = entry
         self._changed[number] = None
-        held = self._held.pop(number, None)
-        if held is not None:
-            _merge(out, held)
-            return
         instance = self.instances[number]
-        self._bring(number, instance.advance(), out)
+        known, turns = len(out.finished), len(out.turns)
+        if passes:  # they end now: nothing of them is to be held
+            instance.leap(passes, time, out)
+            for sample in out.finished[known:]:
+                self._left(number, sample.id, time)
+            for sample in out.turns[turns:]:
+                self._left(number, sample.id, time)
+        elif (held := self._held.pop(number, None)) is not None:
+            _merge(out, held)
+        else:
+            self._bring(number, instance.advance(), out)
+        for sample in out.finished[known:]:
+            if sample.status == "failed":
+                return True
+        return bool(out.at_limit or out.turns)
 
     def _bring(self, number: int, made: StepOutput, out: StepOutput | None) -> None:
         """Of what an instance has made: tokens count at once, the rest is held if it stands ahead of the clock, or if
@@ -296,12 +308,11 @@ class SimulatedCluster:
             out.num_output_tokens += made.num_output_tokens
         if not (made.finished or made.at_limit or made.turns):
             return
-        for sample in made.finished:
-            self._left(number, sample.id)
-        for sample in made.turns:
-            self._left(number, sample.id)
+        now = self.instances[number].now()
+        for sample in (*made.finished, *made.turns):
+            self._left(number, sample.id, now)
         made.num_output_tokens = 0
-        if out is None or self.instances[number].now() > self.clock.time:
+        if out is None or now > self.clock.time:
             _merge(self._held.setdefault(number, StepOutput(self._version)), made)
         else:
             _merge(out, made)
@@ -367,72 +378,36 @@ class SimulatedCluster:
 
     # -- places -------------------------------------------------------------------------------------------------------
 
-    def _open_slots(self, number: int) -> int:
-        free = self._slots[number] - self._load[number]
-        return free if free > 0 and self._alive[number] else 0
-
-    def _set_load(self, number: int, load: int) -> None:
-        slots = self._slots[number]
-        if self._alive[number]:
-            self._free += max(slots - load, 0) - max(slots - self._load[number], 0)
-        self._load[number] = load
-        if len(self._by_load) > 4 * len(self.instances) + 64:
-            self._by_load = [(self._share(n), n) for n in range(len(self.instances))]
-            heapq.heapify(self._by_load)
-        else:
-            heapq.heappush(self._by_load, (load / slots, number))
-
-    def _share(self, number: int) -> float:
-        return self._load[number] / self._slots[number]
-
-    def _left(self, number: int, sample_id: str) -> None:
+    def _left(self, number: int, sample_id: str, time: float) -> None:
         del self._where[sample_id]
-        self._set_load(number, self._load[number] - 1)
-        self.last_left = max(self.last_left, self.instances[number].now())
+        self._loads.left(number)
+        if time > self.last_left:
+            self.last_left = time
 
     def _place(self, sample: Sample, limit: int | None) -> None:
         number = self._route(sample)
         self._catch_up(number)
         self.instances[number].add((sample,), limit=limit)
         self._where[sample.id] = number
-        self._set_load(number, self._load[number] + 1)
+        self._loads.came(number)
         self._changed[number] = None
 
     def _route(self, sample: Sample) -> int:
         if self.routing == "group":
             bound = self._bound.setdefault(sample.group_id, len(self._bound) % len(self.instances))
-            if self._alive[bound]:
+            if self._loads.alive[bound]:
                 return bound
-        least = self._least_loaded(sample)
+        instances, loads = self.instances, self._loads
+        least = loads.least(lambda number: instances[number].has_room_for(sample))
+        if least is None:
+            raise LongtailError(f"cluster {self.name}: all instances are lost; give their faults a time to be back")
         snapshot = sample.snapshot
-        if not isinstance(snapshot, SimulatedSnapshot) or not self.affinity:
+        if snapshot is None or not self.affinity or not isinstance(snapshot, SimulatedSnapshot):
             return least
         home = self._numbers.get(snapshot.engine)
-        if home is None or not self._open_slots(home):
+        if home is None or not loads.open_slots(home):
             return least
-        return home if self._load[home] - self._load[least] <= self.spread else least
-
-    def _least_loaded(self, sample: Sample) -> int:
-        """With memory for it, if there is one with a slot; without a slot anywhere, the least loaded of all."""
-        needed = sample.num_tokens
-        passed: list[tuple[float, int]] = []
-        best = None
-        while self._by_load:
-            share, number = self._by_load[0]
-            if share != self._load[number] / self._slots[number] or not self._alive[number]:
-                heapq.heappop(self._by_load)
-                continue
-            if best is None:
-                best = number
-            if share >= 1.0 or self.instances[number].room() >= needed:
-                best = number if share < 1.0 else best
-                break
-            passed.append(heapq.heappop(self._by_load))
-        for entry in passed:
-            heapq.heappush(self._by_load, entry)
-        if best is None:
-            raise LongtailError(f"cluster {self.name}: all instances are lost; give their faults a time to be back")
-        return best
+        return home if loads.of[home] - loads.of[least] <= self.spread else least
 
     def _get(self, sample_id: str) -> int:
         if sample_id not in self._where:
@@ -454,7 +429,7 @@ class SimulatedCluster:
             instance = self.instances[number]
             for sample in take(instance, [i for i in own if i in self._where]):
                 taken[sample.id] = sample
-                self._left(number, sample.id)
+                self._left(number, sample.id, instance.now())
             self._changed[number] = None
             latest = max(latest, instance.now())
             if (held := self._held.get(number)) is not None:
@@ -471,15 +446,12 @@ class SimulatedCluster:
         instance = self.instances[number]
         if back:
             instance.wait_until(self.clock.time)
-            self._alive[number] = True
-            self._free += self._slots[number]
-            self._set_load(number, 0)
+            self._loads.restore(number)
             return
         self._catch_up(number)
         limits = {sample_id: instance.limit_left(sample_id) for sample_id in instance.sample_ids()}
         lost = instance.pause(list(limits), snapshot=False)
-        self._free -= self._open_slots(number)
-        self._alive[number], self._load[number] = False, 0
+        self._loads.lose(number)
         self._changed[number] = None
         for sample in lost:
             del self._where[sample.id]

@@ -21,7 +21,7 @@ from longtail.partial_rollout.engines.simulated.clock import VirtualClock
 from longtail.partial_rollout.engines.simulated.config import SimulatedConfig
 from longtail.partial_rollout.engines.simulated.cost import LinearCost, StepSeconds, total_context
 from longtail.partial_rollout.engines.simulated.faults import Faults
-from longtail.partial_rollout.engines.simulated.journal import Journal
+from longtail.partial_rollout.engines.simulated.journal import Journal, Span
 from longtail.partial_rollout.engines.simulated.memory import Memory
 from longtail.partial_rollout.engines.simulated.records import Columns, Lists, Records
 from longtail.partial_rollout.engines.simulated.scheduler import Chunk, Scheduler
@@ -156,7 +156,7 @@ class SimulatedEngine:
         self.scheduler.plan(seq)
 
     def step(
-        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False
+        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False, finishes: int = 1
     ) -> StepOutput:
         """Passes until a sample finishes, ends its turn or reaches its limit, until `horizon` output tokens are made,
         or until it is `until`: the pass that gets there is the last. One pass at least, if there is work.
@@ -279,10 +279,7 @@ class SimulatedEngine:
     def _turn(self, out: StepOutput, horizon: int | None, until: float | None) -> None:
         """A run of passes that are alike, or one pass that is not."""
         if self._new_weights:
-            self._new_weights = False
-            for seq in self.scheduler.running.values():
-                if seq.decoding:
-                    self.records.begin(seq, seq.num_output_tokens, self._version)
+            self._begin_versions()
         most = self.scheduler.num_alike()
         if most:
             if horizon is not None:
@@ -291,16 +288,27 @@ class SimulatedEngine:
         else:
             self._mixed(out)
 
+    def _begin_versions(self) -> None:
+        """What runs goes on under new weights."""
+        self._new_weights = False
+        for seq in self.scheduler.running.values():
+            if seq.decoding:
+                self.records.begin(seq, seq.num_output_tokens, self._version)
+
     def _decode(self, most: int, until: float | None, out: StepOutput) -> None:
         """Passes that are alike: `most` of them, or as many as get to `until`."""
         scheduler = self.scheduler
         n, context = len(scheduler.running), scheduler.num_decoding_tokens
         passes, start, end = self._timing.decode(n, context, scheduler.passes.count, most, until)
+        self._decoded(passes, (start, end), context, out)
+
+    def _decoded(self, passes: int, span: Span, context: int, out: StepOutput) -> None:
+        """Passes that are alike have been made. context: KV tokens that the first of them read."""
+        scheduler = self.scheduler
+        n = len(scheduler.running)
         scheduler.passes.count += passes
-        rows = n * passes
-        made = rows - self._settle(scheduler.due(), out)
-        context = total_context(n, context, passes)
-        self._passed(out, (start, end), n, made, passes, rows, 0, context)
+        made = n * passes - self._settle(scheduler.due(), out)
+        self._passed(out, span, n, made, passes, n * passes, 0, total_context(n, context, passes))
 
     def _mixed(self, out: StepOutput) -> None:
         """One pass as the scheduler has it: decodes, chunks of prefills, admissions."""
@@ -310,30 +318,26 @@ class SimulatedEngine:
             chunks = scheduler.schedule()
             assert chunks, "nobody can be admitted into empty memory"
         n, decoded = scheduler.num_decoding, scheduler.num_decoding_tokens
-        prefill = sum(chunk.num_tokens for chunk in chunks)
-        last = [chunk for chunk in chunks if chunk.seq.computed + chunk.num_tokens == chunk.seq.known]
-        resumed = sum(bool(chunk.seq.num_output_tokens) for chunk in last)
-        context = decoded + sum(chunk.seq.computed + chunk.num_tokens for chunk in chunks)
+        prefill = last = resumed = 0
+        context = decoded
+        for seq, tokens in chunks:
+            prefill += tokens
+            context += seq.computed + tokens
+            if seq.computed + tokens == seq.known:
+                last += 1
+                resumed += seq.num_output_tokens > 0
         span = self._timing.mixed(n + len(chunks), n + prefill, context)
         scheduler.passes.count += 1
         failed = self._settle(scheduler.due(), out)
         for chunk in chunks:
             failed += self._computed(chunk, out)
-        made = n + len(last) - failed
+        made = n + last - failed
         rows = n + prefill
         prefill -= resumed
         self._passed(out, span, n + len(chunks), made, 1, rows, prefill, context)
 
     def _passed(
-        self,
-        out: StepOutput,
-        span: tuple[float, float],
-        num_seqs: int,
-        made: int,
-        passes: int,
-        rows: int,
-        prefill: int,
-        context: int,
+        self, out: StepOutput, span: Span, num_seqs: int, made: int, passes: int, rows: int, prefill: int, context: int
     ) -> None:
         """As the journal's."""
         out.num_output_tokens += made
@@ -382,9 +386,8 @@ class SimulatedEngine:
     def _attach(self, seq: SimulatedSequence) -> None:
         sample, shared = seq.sample, self.scheduler.memory.shared(seq, self._version)
         seq.num_cached_tokens = seq.computed = 0 if shared is None else len(shared)
-        seq.num_restored_tokens, seq.refused = 0, None
-        seq.kv = "recomputed" if seq.num_output_tokens else "computed"
-        seq.kv_version = self._version
+        seq.num_restored_tokens, seq.refused, seq.kv_version = 0, None, self._version
+        seq.kv = "recomputed" if seq.known > len(sample.prompt_ids) else "computed"
         snapshot = sample.snapshot
         if snapshot is None:
             return
@@ -411,7 +414,7 @@ class SimulatedEngine:
             self._journal.emit("restore", sample, start, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
         counts = self._journal.counts
-        if seq.num_output_tokens:
+        if seq.known > len(sample.prompt_ids):
             again = seq.known - 1 - sample.num_unread - seq.computed
             counts["recomputed"] += max(again, 0)
         counts["cached"] += seq.num_cached_tokens
@@ -448,14 +451,15 @@ class SimulatedEngine:
     def _remove(self, seq: SimulatedSequence, length: int | None = None) -> None:
         """Out of the engine, whether it runs or waits. length: of its output, if a failure cut it."""
         name = seq.sample.id
-        if name in self._used_up:
+        if self._used_up and name in self._used_up:
             del self._used_up[name]
         else:
             if seq.order >= 0:
                 self._leave_slot(seq, seq.num_output_tokens if length is None else length)
             self.scheduler.remove(seq)
         del self._sequences[name]
-        self._at_limit.pop(name, None)
+        if self._at_limit:
+            self._at_limit.pop(name, None)
 
     def _finish(self, seq: SimulatedSequence, reason: FinishReason, ending: Ending | None = None) -> None:
         sample = seq.sample

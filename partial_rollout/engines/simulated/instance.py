@@ -5,7 +5,7 @@ from __future__ import annotations
 from longtail.events import ignore
 from longtail.partial_rollout.engine import StepOutput
 from longtail.partial_rollout.engines.simulated.engine import SimulatedEngine
-from longtail.partial_rollout.engines.simulated.scheduler import FOREVER
+from longtail.sample import Sample
 
 
 class Instance(SimulatedEngine):
@@ -23,20 +23,40 @@ class Instance(SimulatedEngine):
         seq = self._get(sample_id)
         return None if seq.limit is None else max(seq.limit - seq.num_output_tokens, 1)
 
-    def next_time(self) -> float | None:
-        """When `advance` has something to do: at the end of a run of passes that are alike, or at the start of one that
-        is not. What comes or goes before then changes it. None: there is no work."""
+    def plan(self) -> tuple[float, int] | None:
+        """When there is something to do for it: at the end of a run of passes that are alike, and how many they are
+        (for `leap`), or at the start of one that is not, and 0 (for `advance`). What comes or goes before then changes
+        it. None: there is no work."""
         if not self._sequences:
             return None
-        most = 0 if self._used_up or self._at_limit else self.scheduler.num_alike()
-        if not most:
-            return self.now()
         scheduler = self.scheduler
-        n, context = len(scheduler.running), scheduler.num_decoding_tokens
-        return self._timing.end_of(n, context, scheduler.passes.count, most)
+        most = 0 if self._used_up or self._at_limit else scheduler.num_alike()
+        if not most:
+            return self._timing.now(), 0
+        n, count = len(scheduler.running), scheduler.passes.count
+        return self._timing.plan(n, scheduler.num_decoding_tokens, count, most), most
+
+    def leap(self, passes: int, end: float, out: StepOutput) -> None:
+        """What was planned: passes alike, up to `end`."""
+        if self._journal.listener is ignore:
+            self._leap(passes, end, out)
+        else:
+            with self._journal.telling():
+                self._leap(passes, end, out)
+
+    def _leap(self, passes: int, end: float, out: StepOutput) -> None:
+        if self._new_weights:
+            self._begin_versions()
+        context = 0 if self._journal.listener is ignore else self.scheduler.num_decoding_tokens
+        self._decoded(passes, (self._timing.leap(end), end), context, out)
+        if self.config.materialise:
+            self.records.catch_up()
+        if self._at_limit:
+            out.at_limit += [seq.sample for seq in self._at_limit.values()]
+            self._at_limit.clear()
 
     def advance(self) -> StepOutput:
-        """Does what is due at `next_time`, and no more. Its end is `now()`."""
+        """Does what is due at once, and no more. Its end is `now()`."""
         out = StepOutput(self._version)
         if self._journal.listener is ignore:
             self._advance(out)
@@ -66,8 +86,9 @@ class Instance(SimulatedEngine):
         seconds = self._timing.cost.seconds(n, n, tokens) if n else 0.0
         return n / seconds if seconds else 0.0
 
-    def room(self) -> int:
-        """KV tokens that are free, and that nobody who waits here will take at once."""
-        if self.config.kv_tokens is None:
-            return FOREVER
-        return self.scheduler.num_free - self.scheduler.num_waiting_tokens
+    def has_room_for(self, sample: Sample) -> bool:
+        """KV memory that is free, and that nobody who waits here will take at once."""
+        scheduler = self.scheduler
+        return (
+            scheduler.memory.capacity is None or scheduler.num_free - scheduler.num_waiting_tokens >= sample.num_tokens
+        )

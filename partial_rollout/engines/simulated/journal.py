@@ -11,6 +11,8 @@ from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engines.telling import tell
 from longtail.sample import Sample
 
+Span = tuple[float, float]
+"""Start and end."""
 COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions")
 
 
@@ -36,7 +38,7 @@ class Journal:
 
     def passed(
         self,
-        span: tuple[float, float],
+        span: Span,
         passes: int,
         num_seqs: int,
         rows: int,

@@ -40,7 +40,7 @@ class Memory:
             seq.prompt = self.prompts[seq.sample.group_id, version]
             seq.prompt.holders += 1
             self.saved += len(seq.prompt)
-        else:
+        elif len(seq.sample.prompt_ids) > 1:  # a single token is each sample's own
             seq.leads = True
             self.leaders[seq.sample.group_id] = self.leaders.get(seq.sample.group_id, 0) + 1
             self.computed(seq)

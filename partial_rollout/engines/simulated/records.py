@@ -69,7 +69,7 @@ class Columns:
     def begin(self, seq: SimulatedSequence, start: int, version: PolicyVersion) -> None:
         sample: Any = seq.sample  # its lists become columns, which have what is needed of a list
         segments = sample.segments
-        if not isinstance(sample.output_ids, Column):
+        if type(sample.output_ids) is not TokenIds:
             sample.output_ids = TokenIds(sample.seed, sample.output_ids, self.vocab_size)
             sample.logprobs = Logprobs(sample.seed, sample.logprobs)
             sample.versions = Versions(segments, len(sample.versions))
@@ -87,8 +87,9 @@ class Columns:
             last = segments.pop()
             if last.start < length:
                 segments.append(Segment(last.start, length, last.version, last.engine, last.kv))
-            for column in (sample.output_ids, sample.logprobs, sample.versions):
-                column.grows_with, column.size = None, length
+            ids, logprobs, versions = sample.output_ids, sample.logprobs, sample.versions
+            ids.grows_with = logprobs.grows_with = versions.grows_with = None
+            ids.size = logprobs.size = versions.size = length
 
     def catch_up(self) -> None:
         pass

@@ -86,7 +86,12 @@ class Scheduler:
 
     @property
     def num_free(self) -> int:
-        return FOREVER if self.memory.capacity is None else self.memory.capacity - self.num_used
+        memory = self.memory
+        if memory.capacity is None:
+            return FOREVER
+        decoding = len(self.running) - len(self.prefilling)
+        used = self._known + decoding * (self.passes.count - 1) + self._prefilled - memory.saved  # as `num_used`
+        return memory.capacity - used
 
     # -- passes alike -------------------------------------------------------------------------------------------------
 
@@ -98,8 +103,10 @@ class Scheduler:
         n = len(self.running)
         if self.waiting and n < self.slots and not self._blocked:
             return 0
-        self._skip_stale()
-        alike = self._agenda[0][0] - self.passes.count
+        agenda = self._agenda
+        while (entry := agenda[0])[2] != entry[3].stamp or not entry[3].decoding:
+            heapq.heappop(agenda)
+        alike = entry[0] - self.passes.count
         memory = self.memory
         if memory.capacity is None:
             return alike
@@ -125,10 +132,6 @@ class Scheduler:
         if len(self._agenda) > 2 * len(self.running) + 64:
             self._agenda = [entry for entry in self._agenda if entry[2] == entry[3].stamp and entry[3].decoding]
             heapq.heapify(self._agenda)
-
-    def _skip_stale(self) -> None:
-        while (entry := self._agenda[0])[2] != entry[3].stamp or not entry[3].decoding:
-            heapq.heappop(self._agenda)
 
     # -- one pass -----------------------------------------------------------------------------------------------------
 
@@ -173,7 +176,8 @@ class Scheduler:
         seq = chunk.seq
         seq.computed += chunk.num_tokens
         self._prefilled += chunk.num_tokens
-        self.memory.computed(seq)
+        if seq.leads:
+            self.memory.computed(seq)
         if seq.computed < seq.known:
             return False
         del self.prefilling[seq.order]
@@ -184,8 +188,9 @@ class Scheduler:
         return True
 
     def _admit(self, budget: int, free: int) -> Chunk | None:
+        memory = self.memory
         for place, seq in enumerate(self.waiting):
-            if self.memory.is_awaited(seq):
+            if memory.leaders and memory.is_awaited(seq):
                 continue
             self.attach(seq)
             count = min(seq.known - seq.computed, budget)
@@ -210,7 +215,7 @@ class Scheduler:
 
     def remove(self, seq: SimulatedSequence) -> None:
         """Out, whether it runs or waits; its counters stay as they are."""
-        if seq.is_running:
+        if seq.order >= 0:
             self._leave(seq)
         else:
             self.waiting.remove(seq)
@@ -235,7 +240,8 @@ class Scheduler:
         del self.running[seq.order]
         if seq.decoding:
             self._known -= seq.known
-            seq.known, seq.computed, seq.decoding = seq.num_tokens, seq.num_computed_tokens, False
+            known = seq.known + self.passes.count
+            seq.known, seq.computed, seq.decoding = known, known - 1, False
         else:
             del self.prefilling[seq.order]
             self._prefilled -= seq.computed

@@ -23,14 +23,6 @@ class Stretch:
     end: float = math.nan
     """Of the last so far."""
 
-    def goes_on(self, num_seqs: int, context: int, passes: int, start: float) -> bool:
-        """Whether these are the next passes of it."""
-        return (
-            num_seqs == self.num_seqs
-            and start == self.end
-            and context == self.context + num_seqs * (passes - self.passes)
-        )
-
 
 class Timing:
     """An engine's own time, never before the clock's.
@@ -42,9 +34,7 @@ class Timing:
     def __init__(self, clock: VirtualClock, cost: StepSeconds) -> None:
         self.clock, self.cost = clock, cost
         self._at = clock.now()
-        self._stretch = Stretch()
-        self._reckoned: tuple[tuple[int, int, int], float] = ((0, 0, 0), 0.0)
-        """The last run of passes that was reckoned, and its seconds: what is looked ahead at is often made next."""
+        self._stretch = self._planned = Stretch()
 
     def now(self) -> float:
         at, clock = self._at, self.clock.time
@@ -56,12 +46,17 @@ class Timing:
     def wait_until(self, time: float) -> None:
         self._at = max(self._at, time)
 
-    def end_of(self, num_seqs: int, context_tokens: int, passes: int, count: int) -> float:
-        """Where `decode` of so many passes would end."""
-        start, stretch = self.now(), self._stretch
-        if not stretch.goes_on(num_seqs, context_tokens, passes, start):
-            return start + self._run(num_seqs, context_tokens, count)
-        return stretch.start + self._run(num_seqs, stretch.context, passes - stretch.passes + count)
+    def plan(self, num_seqs: int, context_tokens: int, passes: int, count: int) -> float:
+        """Where `decode` of so many passes would end; `leap` makes them."""
+        stretch = self._planned = self._next(num_seqs, context_tokens, passes)
+        return stretch.start + self.cost.decode_seconds(num_seqs, stretch.context, passes - stretch.passes + count)
+
+    def leap(self, end: float) -> float:
+        """Makes the passes that were planned last, of which `plan` has said the end. -> their start"""
+        start, stretch = self.now(), self._planned
+        self._stretch = stretch
+        self._at = stretch.end = self._check(start, end)
+        return start
 
     def mixed(self, num_seqs: int, query_tokens: int, context_tokens: int) -> tuple[float, float]:
         """One pass. -> its start and end."""
@@ -74,13 +69,12 @@ class Timing:
     ) -> tuple[int, float, float]:
         """Passes alike, `most` of them or the fewest that get to `until`. passes: made by the engine so far.
         -> their number, start and end."""
-        start, stretch = self.now(), self._stretch
-        if not stretch.goes_on(num_seqs, context_tokens, passes, start):
-            stretch = self._stretch = Stretch(start, num_seqs, context_tokens, passes)
+        start = self.now()
+        stretch = self._stretch = self._next(num_seqs, context_tokens, passes)
         done = passes - stretch.passes
 
         def end(count: int) -> float:
-            return stretch.start + self._run(num_seqs, stretch.context, done + count)
+            return stretch.start + self.cost.decode_seconds(num_seqs, stretch.context, done + count)
 
         count, at = most, end(most)
         if until is not None and at >= until:
@@ -89,11 +83,17 @@ class Timing:
         self._at = stretch.end = self._check(start, at)
         return count, start, at
 
-    def _run(self, num_seqs: int, context_tokens: int, passes: int) -> float:
-        run = num_seqs, context_tokens, passes
-        if run != self._reckoned[0]:
-            self._reckoned = run, self.cost.decode_seconds(num_seqs, context_tokens, passes)
-        return self._reckoned[1]
+    def _next(self, num_seqs: int, context_tokens: int, passes: int) -> Stretch:
+        """To which the next passes belong."""
+        at, clock, stretch = self._at, self.clock.time, self._stretch
+        start = at if at > clock else clock
+        if (
+            start == stretch.end
+            and num_seqs == stretch.num_seqs
+            and context_tokens == stretch.context + num_seqs * (passes - stretch.passes)
+        ):
+            return stretch
+        return Stretch(start, num_seqs, context_tokens, passes)
 
     def _check(self, start: float, end: float) -> float:
         if not start <= end < math.inf:
