@@ -117,8 +117,8 @@ def _problem(numbers: random.Random) -> tuple[int, int]:
 
 def grade_addition(request: GradeRequest) -> float:
     """1 if the first number in the text is the sum."""
-    found = re.search(r"-?\d+", request.text)
-    return float(found is not None and int(found[0]) == request.task["answer"])
+    found = re.search(r"-?[0-9]+", request.text)
+    return float(found is not None and len(found[0]) < 100 and int(found[0]) == request.task["answer"])
 
 
 # ---- reasoning-gym

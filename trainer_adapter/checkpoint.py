@@ -196,6 +196,8 @@ class _Tensors:
 
     def name(self, path: str, tensor: torch.Tensor) -> str:
         where = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        while path in self.by_name:  # a/b is the path of {"a": {"b": ...}} and of {"a/b": ...}
+            path += "'"
         name = self._names.setdefault(where, path) if tensor.numel() else path
         if name == path:
             self.by_name[path] = tensor

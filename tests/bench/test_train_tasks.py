@@ -43,7 +43,8 @@ def test_addition() -> None:
     assert [text_of(load_prompts("add", Letters(), seed=2).train(i).token_ids) for i in range(300)] != found
     task = prompts.train(0).task
     assert json.loads(json.dumps(task)) == task
-    for text, reward in ((f"{task['answer']}\n", 1.0), (f" is {task['answer']}, or 7", 1.0), ("7", 0.0), ("", 0.0)):
+    right = (f"{task['answer']}\n", f" is {task['answer']}, or 7")
+    for text, reward in (*((text, 1.0) for text in right), ("7", 0.0), ("", 0.0), ("9" * 5000, 0.0)):
         assert grade_addition(request(task, text)) == reward
 
 

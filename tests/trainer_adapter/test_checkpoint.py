@@ -35,6 +35,8 @@ STATE: dict[str, Any] = {
         "bytes": torch.arange(5, dtype=torch.uint8),
         "transposed": torch.arange(6.0).view(2, 3).t(),
     },
+    "tensors/bytes": torch.ones(2),
+    "tensors/empty": {1: torch.zeros(1), "1": torch.ones(1)},
 }
 
 

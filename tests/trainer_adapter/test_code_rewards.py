@@ -240,6 +240,31 @@ def test_a_hostile_program_earns_nothing(name: str, nothing_left: None) -> None:
     assert dataclasses.replace(HASTY, credit="share")(ask(HOSTILE[name], [ADD[2]])) == 0.0
 
 
+ITERATIONS = [
+    "assert all(a == b for a, b in zip(map(f, [1, 2]), [1, 4]))",
+    "assert all(map(lambda x: f(x) == x * x, [1, 2]))",
+    "for value in map(f, [1, 2]):\n    assert value < 0",
+]
+
+
+@needs_sandbox
+@pytest.mark.parametrize("error", ["StopIteration", "StopAsyncIteration"])
+def test_a_program_ends_no_iteration_of_a_test(error: str, nothing_left: None) -> None:
+    """all(map(f, ...)) of none is true."""
+    score = dataclasses.replace(GRADER, credit="share")(ask(f"def f(x):\n    raise {error}", ITERATIONS))
+    assert score == 0.0 and error in score.details["reason"]
+
+
+@needs_sandbox
+def test_an_answer_on_which_a_test_takes_for_ever_is_wrong(nothing_left: None) -> None:
+    """Whichever limit ends it: of the processor or of the clock."""
+    test = "n = 0\nfor _ in range(f()):\n    n += 1\nassert n == 3"
+    for limits in (Limits(cpu_seconds=1, seconds=60), Limits(cpu_seconds=60, seconds=2)):
+        grader = CodeGrader(sandbox=Sandbox(limits=limits))
+        score = grader(ask("def f():\n    return 10**18", [test]))
+        assert score == 0.0 and "stopped" in score.details["reason"]
+
+
 PRINTERS = {
     "exits early with 0": "import os\nos._exit(0)",
     "prints the input": "print(input())",

@@ -41,6 +41,8 @@ class Ask:
         ("3e8 m/s", "3 \\cdot 10^{8} m/s", 1.0),
         ("5 km", "5 m^999999999", 0.0),
         ("5 km", "9" * 3000 + " km", 0.0),
+        ("5 km", "5e400 km", 0.0),
+        ("5 km", "-5e400 m", 0.0),
     ],
 )
 def test_units(gold: str, text: str, reward: float) -> None:
@@ -55,7 +57,7 @@ def test_units_by_choice() -> None:
     assert UnitsGrader(tolerance=0.01)(Ask("5.02 km", task)) == 1.0 and UnitsGrader()(Ask("5.02 km", task)) == 0.0
 
 
-@pytest.mark.parametrize("gold", ["km", "5 zorks", "about 5 km", "5 km and 3 m"])
+@pytest.mark.parametrize("gold", ["km", "5 zorks", "about 5 km", "5 km and 3 m", "1e400 km"])
 def test_a_gold_quantity_that_is_none_is_an_error(gold: str) -> None:
     with pytest.raises(GradeError, match="no quantity"):
         UnitsGrader()(Ask("5 km", {"answer": gold}))

@@ -40,7 +40,7 @@ with warnings.catch_warnings():
 
 from trl.data_utils import is_conversational
 
-from longtail.sample import Group, Sample
+from longtail.sample import Group, Sample, is_zero_variance
 from longtail.trainer_adapter.plugins.trl_prompts import Line, Prompts, Rollout, collect_some, sampling_params
 
 RewardFunc = Callable[..., Any]
@@ -189,12 +189,16 @@ class RolloutWorker:
                 self._settle()
                 self.prompts.keep_open(self.rollout, self.lookahead)
                 groups = self._collect()
-                records = [record for group in groups for record in self._score(group)]
-                if groups:
-                    self._measure(groups)
-                for record in records:
-                    if not self._put(record):
-                        self._unsettled.append((record.sample_id, "surplus"))
+                taken = {s.id for group in groups for s in group.samples if _is_usable(s)}
+                try:
+                    records = [record for group in groups for record in self._score(group)]
+                    if groups:
+                        self._measure(groups)
+                    for record in records:
+                        if self._put(record):
+                            taken.remove(record.sample_id)
+                finally:  # stopped, or a reward function has failed
+                    self._unsettled.extend((sample_id, "surplus") for sample_id in taken)
         except BaseException as error:  # told to the trainer, by check_health
             self._error = error
 
@@ -253,7 +257,7 @@ class RolloutWorker:
         return list(encoded["input_ids"])
 
     def _score(self, group: Group) -> list[TrackedSample]:
-        samples = [sample for sample in group.samples if sample.status == "finished" and sample.output_ids]
+        samples = [sample for sample in group.samples if _is_usable(sample)]
         if not samples:
             return []
         row = group.task
@@ -297,6 +301,8 @@ class RolloutWorker:
             if len(scores) != count:
                 raise ValueError(f"reward_funcs: {name} returned {len(scores)} rewards for {count} completions")
             column = [math.nan if score is None else float(score) for score in scores]
+            if any(map(math.isinf, column)):
+                raise ValueError(f"reward_funcs: {name} returned an infinite reward; None is for no reward")
             columns[name if name not in columns else f"{name}_{i}"] = column
         return columns
 
@@ -337,6 +343,10 @@ def check_config(args: AsyncGRPOConfig) -> None:
         raise ValueError(f"max_staleness must be at least 0, not {args.max_staleness}")
 
 
+def _is_usable(sample: Sample) -> bool:
+    return sample.status == "finished" and bool(sample.output_ids)
+
+
 def _oldest(sample: Sample) -> int:
     """Version of the oldest token that counts in the loss; where none does, of the newest."""
     counted = [v for v, trained in zip(sample.versions, sample.loss_mask, strict=True) if trained]
@@ -364,6 +374,8 @@ def _advantages(rewards: Sequence[float]) -> tuple[list[float], float]:
     known = np.array([reward for reward in rewards if not math.isnan(reward)])
     if not len(known):
         return [0.0] * len(rewards), math.nan
+    if is_zero_variance(known.tolist()):  # a mean that is rounded would differ from them
+        return [0.0] * len(rewards), 0.0
     mean, std = float(known.mean()), float(known.std())
     return [0.0 if math.isnan(reward) else (reward - mean) / (std + 1e-8) for reward in rewards], std
 

@@ -37,7 +37,7 @@ class CodeGrader(Grader):
     A task whose tests cannot be run is a GradeError; a machine without bubblewrap is SandboxUnavailable."""
 
     name: ClassVar[str] = "code"
-    revision: ClassVar[int] = 1
+    revision: ClassVar[int] = 2
 
     tests: str = "tests"
     """Field of the task."""
@@ -101,8 +101,8 @@ class CodeGrader(Grader):
         lines = [json.loads(line) for line in outcome.stdout.splitlines() if line.endswith(b"}")]
         verdicts = [line for line in lines if "test" in line]
         faults = [f"test {line['test']}: {line['why']}" for line in verdicts if not line["passed"]]
-        if outcome.stopped is not None:
-            faults.append(f"test {len(verdicts)}: stopped: {outcome.stopped}")
+        if outcome.stopped is not None or outcome.ran_out_of_time:  # by what it was given to compare, or by its test
+            faults.append(f"test {len(verdicts)}: {outcome.failure}")
         elif not any("done" in line for line in lines):
             raise GradeError(f"the tests did not run to their end ({outcome.failure})")
         elif not faults and not any(line["calls"] for line in verdicts):

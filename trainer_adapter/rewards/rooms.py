@@ -100,6 +100,7 @@ import os
 import sys
 
 LINE = 1 << 20
+ENDS = (StopIteration, StopAsyncIteration)
 
 class CandidateError(Exception):
     """What the candidate raised, if it is no built-in exception; or that it gives no answer."""
@@ -143,7 +144,8 @@ class Candidate:
         reply, value = self.receive()
         if "error" in reply:
             kind = getattr(builtins, str(reply["error"]), None)
-            if isinstance(kind, type) and issubclass(kind, Exception):
+            # The end of an iteration would end those of a test: all(map(f, ...)) of none is true.
+            if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS):
                 try:
                     error = kind(str(reply.get("message")))
                 except Exception:

@@ -113,6 +113,11 @@ class Outcome:
     seconds: float
 
     @property
+    def ran_out_of_time(self) -> bool:
+        """Of the processor, or of the clock: which comes first is no matter of the program alone."""
+        return self.stopped == "wall time" or self.exit_code == 128 + signal.SIGXCPU
+
+    @property
     def failure(self) -> str | None:
         """Why it did not end well; None if it did."""
         if self.stopped is not None:

@@ -35,7 +35,7 @@ class UnitsGrader(Grader):
     answer without a unit is a bare number, and only a bare number equals it."""
 
     name: ClassVar[str] = "units"
-    revision: ClassVar[int] = 1
+    revision: ClassVar[int] = 2
     libraries: ClassVar[tuple[str, ...]] = ("pint",)
 
     gold: str = "answer"
@@ -52,7 +52,7 @@ class UnitsGrader(Grader):
     def __call__(self, request: Request) -> Score:
         gold_answer = gold_text(request.task, self.gold)
         gold = _last_quantity(gold_answer, whole=True)
-        if gold is None:
+        if gold is None or not math.isfinite(gold.magnitude):
             raise GradeError(f"the gold answer {gold_answer!r} is no quantity that pint knows, such as 5 km or 3 m/s^2")
         text = behind(request.text, self.after)
         marked = marked_answer(text)
@@ -93,7 +93,11 @@ def _last_quantity(text: str, *, whole: bool = False) -> Any:
             if whole:
                 return None
             unit = _registry().dimensionless
-        return _registry().Quantity(float(magnitude), unit)
+        try:
+            size = float(magnitude)
+        except OverflowError:  # it equals nothing, and is an answer all the same
+            size = math.inf if magnitude > 0 else -math.inf
+        return _registry().Quantity(size, unit)
     return None
 
 

@@ -66,10 +66,25 @@ def make_app(
         HTTPException: _no_route,
         LongtailError: _stopped,
     }
-    middleware = [] if config.api_key is None else [Middleware(_Key, key=config.api_key)]
+    middleware = [Middleware(_NoPages) if config.api_key is None else Middleware(_Key, key=config.api_key)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)  # type: ignore[arg-type]
     app.state.front = front
     return app
+
+
+class _NoPages:
+    """Refuses what a page in a browser sends. To a loopback address any page on the web can send, if only blindly, and
+    without a key that would be enough to change the weights. Browsers name the page in `Origin`, nobody else does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or b"origin" not in dict(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        error = BadRequest("pages in a browser are not served without a key (api_key)", "Origin", 403)
+        await JSONResponse(error.body(), 403)(scope, receive, send)
 
 
 class _Key:

@@ -22,6 +22,9 @@ class ServerConfig:
     """Asked for as `Authorization: Bearer KEY` by everything but /health; None: nobody is asked."""
     model_name: str = "longtail"
     """As /v1/models has it; a request may name it, or no model."""
+    request_templates: bool = False
+    """Whether a chat request may bring its own template: a program, which may never end, and which all who send text
+    wait for."""
     max_body_bytes: int = 32 << 20
     """Of a request."""
     body_seconds: float = 60.0

@@ -5,6 +5,7 @@ were sampled otherwise than asked for. What changes nothing is listed by the dia
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -13,6 +14,10 @@ from typing import Any, NoReturn
 
 from longtail.sampling_params import SamplingParams
 
+INTEGER_LIMIT = 1 << 63
+TOKEN_ID_LIMIT = 1 << 31
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Half of a character as JSON may escape it; the whole one is two of them."""
 PARAMS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -30,11 +35,14 @@ class BadRequest(Exception):
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """A JSON object. BadRequest for anything else, NaN and Infinity included; nothing at all is an empty object."""
+    """A JSON object. BadRequest for anything else, NaN and Infinity and halves of characters included; nothing at all
+    is an empty object."""
     if not body.strip():
         return {}
     try:
         value = json.loads(body, parse_constant=_no_constant)
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()  # what no answer could hold, and no tokenizer takes
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -65,9 +73,12 @@ class Fields:
         value = self._take(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             self.fail(name, f"must be a finite number, not {_kind(value)}")
-        return float(value)
+        with contextlib.suppress(OverflowError):  # an integer may be too long for it
+            if math.isfinite(float(value)):
+                return float(value)
+        self.fail(name, f"must be a finite number, not {_kind(value)}")
 
     def integer(self, name: str, default: int | None = None) -> int | None:
         value = self._take(name)
@@ -77,6 +88,8 @@ class Fields:
             value = int(value)  # 512.0 is what some clients make of 512
         if isinstance(value, bool) or not isinstance(value, int):
             self.fail(name, f"must be an integer, not {_kind(value)}")
+        if not -INTEGER_LIMIT <= value < INTEGER_LIMIT:
+            self.fail(name, f"must be an integer of 64 bits, not {_kind(value)}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -150,7 +163,9 @@ def check_ids(name: str, value: Any) -> tuple[int, ...]:
         wrong = next(v for v in value if type(v) is not int)
         raise BadRequest(f"{name} must hold integers only, not {_kind(wrong)}", name)
     if min(value) < 0:
-        raise BadRequest(f"{name} must hold token ids of at least 0, not {min(value)}", name)
+        raise BadRequest(f"{name} must hold token ids of at least 0, not {_kind(min(value))}", name)
+    if max(value) >= TOKEN_ID_LIMIT:
+        raise BadRequest(f"{name} must hold token ids below 2^31, not {_kind(max(value))}", name)
     return tuple(value)
 
 

@@ -127,6 +127,8 @@ class OpenAI:
             raise BadRequest("prompt is missing: a list of token ids, a string, or a list of such", "prompt")
         if isinstance(prompt, str):
             return [await self.front.text.encode(prompt, "prompt", special=special)]
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            self.front.check_count(len(prompt))  # before anything is done for each
         if isinstance(prompt, list) and all(isinstance(one, str) for one in prompt):
             return [await self.front.text.encode(t, f"prompt[{i}]", special=special) for i, t in enumerate(prompt)]
         if isinstance(prompt, list) and any(isinstance(one, list) for one in prompt):
@@ -138,11 +140,14 @@ class OpenAI:
         messages = fields.any("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise BadRequest("messages must be a list of objects, with at least one", "messages")
-        options: dict[str, Any] = dict(fields.object("chat_template_kwargs"))
+        options: dict[str, Any] = fields.object("chat_template_kwargs")
+        if "chat_template" in options:
+            self._check_template("chat_template_kwargs")
         options["add_generation_prompt"] = fields.flag("add_generation_prompt", True)
         if fields.flag("continue_final_message"):
             options |= {"continue_final_message": True, "add_generation_prompt": False}
         if (template := fields.string("chat_template")) is not None:
+            self._check_template("chat_template")
             options["chat_template"] = template
         if tools := fields.any("tools"):
             options["tools"] = tools
@@ -151,6 +156,10 @@ class OpenAI:
         fields.ignore("add_special_tokens", "documents", "chat_template_content_format")
         asked = Asked("chat", fields, fields, {"max_tokens": None}, self.front.config.model_name)
         return await self._answer(http, asked, [await self.front.text.chat(messages, "messages", options)])
+
+    def _check_template(self, field: str) -> None:
+        if not self.front.config.request_templates:
+            raise BadRequest(f"{field}: a template is a program, and this server takes none but the model's", field)
 
     async def tokens(self, http: HTTPRequest) -> Response:
         fields = Fields(await self.front.body(http))

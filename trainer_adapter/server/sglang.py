@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -77,9 +77,9 @@ class Sampling:
 
 
 class Generate:
-    """The body of /generate, read."""
+    """The body of /generate, read. check_count: refuses so many samples."""
 
-    def __init__(self, body: dict[str, Any]) -> None:
+    def __init__(self, body: dict[str, Any], check_count: Callable[[int], None]) -> None:
         fields = Fields(body)
         self.input_ids, self.texts = fields.any("input_ids"), fields.any("text")
         if (self.input_ids is None) == (self.texts is None):
@@ -103,6 +103,7 @@ class Generate:
         one = str if self.input_ids is None else int
         self.batched = isinstance(prompts, list) and bool(prompts) and (one is str or isinstance(prompts[0], list))
         self.prompts: list[Any] = prompts if self.batched else [prompts]
+        check_count(len(self.prompts))  # before anything is done for each
         if one is str and not all(isinstance(text, str) for text in self.prompts):
             raise BadRequest("text must be a string or a list of strings", "text")
         if not isinstance(given, list):
@@ -169,7 +170,7 @@ class SGLang:
 
     async def generate(self, http: HTTPRequest) -> Response:
         began = time.time()
-        wanted = Generate(await self.front.body(http))
+        wanted = Generate(await self.front.body(http), self.front.check_count)
         asks, sampling = await wanted.asks(self.front)
         async with contextlib.AsyncExitStack() as stack:
             samples = await stack.enter_async_context(self.front.asked(asks, NAMES, wanted.rid))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ def load_weights(directory: str, field: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     path = Path(directory)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # nor is one that cannot be looked at, or has no possible name
         raise BadRequest(f"{field}: {directory!r} is no directory on the server's machine", field)
     try:
         if (path / INDEX).is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import importlib.util
 import queue
 import threading
@@ -218,6 +219,8 @@ def test_an_error_of_a_reward_reaches_the_trainer(path: str, tmp_path: Path) -> 
         with pytest.raises(RuntimeError, match="the rollout worker has failed: KeyError"):
             train(path, config(tmp_path), rollout, wrong)
         rollout.check_integrity()
+        lines = rollout.store.ledger.lines
+        assert lines["trained"] == 0 and lines["surplus"] > 0
 
 
 def test_rewards(path: str, tmp_path: Path) -> None:
@@ -245,6 +248,20 @@ def test_rewards(path: str, tmp_path: Path) -> None:
     assert np.isnan(records[0].metrics["reward"])
     want = [0.0, *((rewards - 5.0) / rewards.std()).tolist()]
     assert [record.advantage for record in records] == pytest.approx(want)
+
+
+def test_groups_that_say_nothing(path: str, tmp_path: Path) -> None:
+    """Advantages of exactly 0, also where the mean of equal rewards is rounded; an infinite reward is an error."""
+    rewards: list[float] = [0.1] * GROUP
+    with open_rollout(path) as rollout:
+        worker = RolloutWorker(rollout, config(tmp_path), additions(), tiny_tokenizer(), lambda **_: rewards)
+        group = worker.prompts.group(0)
+        for sample in group.samples:
+            sample.status, sample.output_ids, sample.logprobs, sample.versions = "finished", [5], [-1.0], [0]
+        assert [record.advantage for record in worker._score(group)] == [0.0] * GROUP
+        rewards[1] = math.inf
+        with pytest.raises(ValueError, match="infinite reward"):
+            worker._score(group)
 
 
 def rollout_weights(path: str) -> dict[str, torch.Tensor]:

@@ -14,7 +14,9 @@ from tests.partial_rollout.conftest import make_model, prompt
 from tests.partial_rollout.service_helpers import Stepped, barrier, make_stepped, steps
 from tests.trainer_adapter.server.helpers import Served, client, run_async, served
 
+from longtail.trainer_adapter.server import openai, sglang
 from longtail.trainer_adapter.server.config import ServerConfig
+from longtail.trainer_adapter.server.text import Text
 
 GENERATE = {"input_ids": prompt(9), "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
 
@@ -39,6 +41,14 @@ def small() -> Any:
         b"[" * 1900,
         b'{"a":' * 300,
         b"",
+        b'{"input_ids": [1], "sampling_params": {"temperature": 1' + b"0" * 400 + b"}}",
+        b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 1' + b"0" * 400 + b"}}",
+        b'{"input_ids": [1], "rid": "\\ud800"}',
+        b'{"text": "\\uDFFF"}',
+        b'{"prompt": [1], "stop": "\\ud800"}',
+        b'{"prompt": [1], "\\ud800": 1}',
+        b'{"model_path": "' + b"a" * 1900 + b'"}',
+        b'{"model_path": "\\u0000"}',
     ],
 )
 def test_bodies_that_are_none(small: Served, content: bytes) -> None:
@@ -87,6 +97,36 @@ def test_more_samples_than_a_request_may_ask_for(small: Served) -> None:
         answer = small.post("/generate", body)
         assert answer.status_code == 400 and "4 samples" in answer.text
     assert small.post("/v1/completions", {"prompt": prompt(3), "n": 10**12}).status_code == 400
+
+
+def test_many_prompts_are_counted_before_they_are_read(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> Any:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(sglang, "Sampling", read)
+    monkeypatch.setattr(openai, "check_ids", read)
+    monkeypatch.setattr(Text, "encode", read)
+    for path, body in (
+        ("/generate", {"input_ids": [[1]] * 9}),
+        ("/generate", {"text": ["a"] * 9, "sampling_params": [{}] * 9}),
+        ("/v1/completions", {"prompt": [[1]] * 9}),
+        ("/v1/completions", {"prompt": ["a"] * 9}),
+    ):
+        answer = small.post(path, body)
+        assert answer.status_code == 400 and "9 samples" in answer.text
+
+
+def test_a_page_in_a_browser_needs_the_key(engine: Stepped) -> None:
+    """Any page on the web can send to a loopback address."""
+    page = {"origin": "http://example.org", "content-type": "text/plain"}
+    with served(engine) as server:
+        for path in ("/generate", "/pause", "/update_weights_from_disk"):
+            assert server.post(path, GENERATE, headers=page).status_code == 403
+        assert not server.service.stats().is_paused
+        assert server.post("/generate", GENERATE).status_code == 200
+    with served(engine, api_key="k") as server:
+        assert server.post("/generate", GENERATE, headers=page).status_code == 401
+        assert server.post("/generate", GENERATE, headers=page | {"authorization": "Bearer k"}).status_code == 200
 
 
 def test_more_samples_than_there_is_room_for(engine: Stepped) -> None:

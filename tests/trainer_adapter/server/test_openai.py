@@ -84,9 +84,17 @@ def test_chat(engine: Stepped, alone: NativeEngine, characters: Any) -> None:
         assert answer["choices"][0]["prompt_token_ids"] == prompt(5)
         tool = server.post("/v1/chat/completions", {**ask, "messages": [{"role": "tool", "content": "x"}]})
         assert tool.status_code == 400 and "no tools here" in tool.json()["error"]["message"]
+        for own in ({"chat_template": "x"}, {"chat_template_kwargs": {"chat_template": "x"}}):
+            refused = server.post("/v1/chat/completions", {**ask, **own})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == next(iter(own))
+        assert server.post("/detokenize", {"tokens": [1 << 70]}).status_code == 400
         tokens = server.post("/tokenize", {"prompt": text}).json()["tokens"]
         assert tokens == prompt(5)
         assert server.post("/detokenize", {"tokens": tokens}).json() == {"prompt": text}
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    with served(engine, tokenizer=characters, request_templates=True) as server:
+        for own in (template, {"chat_template_kwargs": template}):
+            assert server.post("/v1/chat/completions", {**ask, **own}).json()["prompt_token_ids"] == prompt(5)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
