@@ -253,7 +253,8 @@ def test_patience_is_not_inherited_by_other_decisions() -> None:
         def stop_waiting(self, state: RolloutState) -> bool:
             return bool(state.ready)
 
-    patient = {cls for cls in (*STRATEGIES.values(), Renamed, Hasty) if cls.is_patient}
+    classes: list[type[Strategy]] = [*STRATEGIES.values(), Renamed, Hasty]
+    patient = {cls for cls in classes if cls.is_patient}
     assert patient == {Sync, OverIssue, BoundedStaleness, Renamed}
 
 
