@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import importlib.util
+import math
 import queue
 import threading
 import time
