@@ -177,8 +177,9 @@ class RunConfig:
         return dataclasses.replace(base, n=samples, temperature=self.temperature, seed=seed)
 
 
-MAY_CHANGE = ("steps", "eval_every", "eval_prompts", "eval_samples", "checkpoint_every", "keep", "export")
-"""Settings that a resumed run may have others of: no loss and no token depends on them."""
+MAY_CHANGE = ("steps", "eval_every", "eval_samples", "checkpoint_every", "keep", "export")
+"""Settings that a resumed run may have others of: no loss and no token depends on them. (eval_prompts is none of these:
+what is held out is not trained on.)"""
 
 
 def unlike(first: dict[str, Any], second: dict[str, Any]) -> list[str]:

@@ -72,13 +72,15 @@ class Checkpoints:
         fresh = self.directory / f".new-{final.name}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._take_back()
             self._sweep()
             fresh.mkdir()
             self._write(fresh, step, text, tensors.by_name)
             if final.exists():
-                self._discard(final)
+                os.rename(final, self._old(final))
             os.rename(fresh, final)
             _sync(self.directory)
+            shutil.rmtree(self._old(final), ignore_errors=True)
             for old in self.steps()[: -self.keep]:
                 self._discard(self._path(old))
         except OSError as error:
@@ -118,6 +120,7 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """The newest whole one; None if there are none at all. CheckpointError if all are damaged."""
         self.damages = []
+        self._take_back()
         for step in reversed(self.steps()):
             path = self._path(step)
             try:
@@ -133,10 +136,23 @@ class Checkpoints:
 
     def _discard(self, path: Path) -> None:
         """Out of the way in one move, so that nobody meets half of one."""
-        old = path.with_name(f".old-{path.name}")
+        old = self._old(path)
         shutil.rmtree(old, ignore_errors=True)
         os.rename(path, old)
         shutil.rmtree(old)
+
+    def _old(self, path: Path) -> Path:
+        return path.with_name(f".old-{path.name}")
+
+    def _take_back(self) -> None:
+        """The newest one, if a process was killed between moving it out of the way and putting a later one of the same
+        step in its place."""
+        newest = max(self.steps(), default=-1)
+        found = [_NAME.fullmatch(path.name.removeprefix(".old-")) for path in self.directory.glob(".old-step-*")]
+        step = max((int(match[1]) for match in found if match), default=-1)
+        if step > newest:
+            final = self._path(step)
+            os.rename(self._old(final), final)
 
     def _sweep(self) -> None:
         """Removes what a killed process left."""

@@ -142,6 +142,9 @@ def test_directories_are_not_mixed_up(toys: ModuleType, model: Path, tmp_path: P
     other = dataclasses.replace(config, learning_rate=2e-2)
     with pytest.raises(ValueError, match=r"other settings: learning_rate was 0\.01 and is 0\.02"):
         run(other, tmp_path / "run", resume=True, model=model, prompts=prompts)
+    other = dataclasses.replace(config, eval_prompts=config.eval_prompts + 1)  # what is held out is not trained on
+    with pytest.raises(ValueError, match="other settings: eval_prompts"):
+        run(other, tmp_path / "run", resume=True, model=model, prompts=prompts)
     (tmp_path / "run" / "run.json").write_text("{")
     with pytest.raises(ValueError, match="is damaged"):
         run(config, tmp_path / "run", resume=True, model=model, prompts=prompts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,9 @@ def test_slimes_own() -> None:
         ({"response_length": -1}, "response_length"),
         ({"rollout_log_probs": None}, "rollout_log_probs"),
         ({"rollout_log_probs": [0.0]}, "rollout_log_probs"),
+        ({"rollout_log_probs": [math.nan] * 5}, "finite"),
+        ({"reward": math.inf}, "reward"),
+        ({"reward": "1"}, "reward"),
         ({"loss_mask": [1]}, "loss_mask"),
         ({"loss_mask": [0, 2, 1, 1]}, "loss_mask"),
         ({"weight_versions": ["default"]}, "weight_versions"),

@@ -16,6 +16,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -94,13 +95,15 @@ def from_record(record: Mapping[str, Any], *, reward_key: str | None = None) -> 
         raise ValueError(f"response_length must be 0 to the {len(tokens)} tokens less a prompt, not {length!r}")
     prompt, output = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
     logprobs = record.get("rollout_log_probs") or []
-    if len(logprobs) != length or not all(type(p) in (int, float) for p in logprobs):
-        raise ValueError(f"rollout_log_probs must have a number for each of the {length} tokens of the response")
+    if len(logprobs) != length or not all(map(_is_finite, logprobs)):
+        raise ValueError(f"rollout_log_probs must have a finite number for each of the {length} tokens of the response")
     reward = record.get("reward")
     if isinstance(reward, Mapping):
         if reward_key not in reward:
             raise ValueError(f"reward is an object with {', '.join(map(str, reward))}; give the reward_key of one")
         reward = reward[reward_key]
+    if reward is not None and not _is_finite(reward):
+        raise ValueError(f"reward must be a finite number, or null for none, not {reward!r:.80}")
     metadata = record.get("metadata") or {}
     ours = metadata.get(OURS) if isinstance(metadata, Mapping) else None
     fields = _theirs(record, length) if ours is None else _ours(ours)
@@ -218,6 +221,10 @@ def _theirs(record: Mapping[str, Any], length: int) -> dict[str, Any]:
         "segments": segments,
         "versions": versions,
     }
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and -math.inf < value < math.inf
 
 
 def _ints(record: Mapping[str, Any], name: str) -> list[int]:

@@ -5,7 +5,6 @@ were sampled otherwise than asked for. What changes nothing is listed by the dia
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -75,10 +74,13 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.fail(name, f"must be a finite number, not {_kind(value)}")
-        with contextlib.suppress(OverflowError):  # an integer may be too long for it
-            if math.isfinite(float(value)):
-                return float(value)
-        self.fail(name, f"must be a finite number, not {_kind(value)}")
+        try:
+            number = float(value)
+        except OverflowError:  # of an integer
+            number = math.inf
+        if not math.isfinite(number):
+            self.fail(name, f"must be a finite number, not {_kind(value)}")
+        return number
 
     def integer(self, name: str, default: int | None = None) -> int | None:
         value = self._take(name)

@@ -92,7 +92,7 @@ def serve(
 
         telling = asyncio.ensure_future(tell())
         try:
-            await server.serve(sockets=[bound(config.host, config.port)])
+            await server.serve(sockets=[bound(config.host, config.port, config.send_seconds)])
         finally:
             server.is_up.set()
             telling.cancel()
@@ -111,7 +111,7 @@ def serving(
     """The same in a thread, while the block runs. -> http://host:port."""
     config = ServerConfig() if config is None else config
     server = _server(service, config, tokenizer, about)
-    listening = bound(config.host, config.port)
+    listening = bound(config.host, config.port, config.send_seconds)
     thread = threading.Thread(target=lambda: server.run(sockets=[listening]), name="longtail-server", daemon=True)
     thread.start()
     try:
@@ -123,12 +123,17 @@ def serving(
         listening.close()
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """OSError says which address it is that cannot be bound to."""
+def bound(host: str, port: int, send_seconds: float = 0.0) -> socket.socket:
+    """send_seconds: after which the kernel ends a connection whose client takes nothing in, with all that was written
+    to it: what an application has handed over it cannot take back. 0: never. OSError says which address it is that
+    cannot be bound to."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if send_seconds and hasattr(socket, "TCP_USER_TIMEOUT"):  # which connections inherit
+            milliseconds = min(max(int(send_seconds * 1000), 1), 2**31 - 1)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         listening.bind((host, port))
     except OSError as error:
         listening.close()

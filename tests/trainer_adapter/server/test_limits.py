@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import time
@@ -16,6 +17,7 @@ from tests.trainer_adapter.server.helpers import Served, client, run_async, serv
 
 from longtail.trainer_adapter.server import openai, sglang
 from longtail.trainer_adapter.server.config import ServerConfig
+from longtail.trainer_adapter.server.serve import bound
 from longtail.trainer_adapter.server.text import Text
 
 GENERATE = {"input_ids": prompt(9), "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
@@ -191,6 +193,26 @@ def test_it_binds_to_loopback() -> None:
 def test_wrong_settings(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         ServerConfig(**fields)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="of Linux")
+def test_a_connection_whose_client_takes_nothing_in_ends() -> None:
+    """Whatever was written to it, and whether or not anybody still writes."""
+    with bound("127.0.0.1", 0, 0.5) as listening, socket.socket() as reader:
+        listening.listen()
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(listening.getsockname())
+        writer, _ = listening.accept()
+        with writer:
+            writer.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while True:
+                    writer.send(bytes(1 << 16))
+            until = time.monotonic() + 60
+            while not (error := writer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            assert error == errno.ETIMEDOUT
 
 
 def test_an_address_that_is_taken(engine: Stepped) -> None:
