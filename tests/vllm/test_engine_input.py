@@ -64,7 +64,7 @@ def test_samples(make_vllm: EngineMaker) -> None:
         seed=1,
         output_ids=[6],
         logprobs=[-1.0],
-        versions=[version + 1],
+        versions=[PolicyVersion(version + 1)],
     )
     engine._stop_text._tokenizer = None
     for bad, message in [

@@ -68,7 +68,7 @@ class VllmSettings:
     """None: True on a CPU, where compiling takes minutes, else False."""
     batch_invariant: bool = False
     """Have vLLM use kernels whose rounding does not depend on the batch (its VLLM_BATCH_INVARIANT), on GPUs that have
-    them: then a sample is bit-identical whatever runs beside it. A CPU has none; what it rounds differently is small."""
+    them: then a sample is bit-identical whatever runs beside it. A CPU has none; it differs by rounding."""
     speculative: Mapping[str, Any] | None = None
     """vLLM's speculative_config: a method and its fields."""
     engine_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
