@@ -71,8 +71,6 @@ class Core:
         self._stamp = itertools.count()
         self.scheduled: SchedulerOutput | None = None
         """By the last step."""
-        self.brought: dict[str, int] = {}
-        """Of its requests that are new, how many tokens' KV a connector brought."""
         self._schedule = self.scheduler.schedule
         self.scheduler.schedule = self._recorded  # type: ignore[method-assign]
 
@@ -186,15 +184,11 @@ class Core:
 
     def _recorded(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.scheduled = self._schedule(*args, **kwargs)
-        for new in self.scheduled.scheduled_new_reqs:
-            if (request := self.request(new.req_id)) is not None and request.prefill_stats is not None:
-                self.brought[new.req_id] = request.prefill_stats.num_external_cached_tokens
         return self.scheduled
 
     def step(self) -> list[Emitted]:
         """One forward pass over what vLLM's scheduler chose (`scheduled`)."""
         self.scheduled = None
-        self.brought.clear()
         emitted = []
         for out in self.llm.step():
             (made,) = out.outputs  # type: ignore[union-attr]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longtail.events import Event, Listener, ignore
+from longtail.kv_manager.tier_config import TierConfig
 from longtail.kv_manager.tiers import Tiers
 from longtail.partial_rollout.engine import EngineStats, StepOutput
 from longtail.partial_rollout.engines.native.journal import Journal
@@ -30,7 +31,7 @@ from longtail.partial_rollout.engines.native.stop_text import StopText
 from longtail.partial_rollout.engines.native.verification import Verdict
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
 from longtail.partial_rollout.engines.vllm.core import Core, Emitted, check_directory
-from longtail.partial_rollout.engines.vllm.saver import KVSaver
+from longtail.partial_rollout.engines.vllm.saver import KVSaver, is_one_worker
 from longtail.partial_rollout.engines.vllm.weights import Updater
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
@@ -50,8 +51,8 @@ class VllmEngine:
     """Runs models on vLLM, in this process.
 
     model: a directory or hub id. tokenizer: needed for stop strings only; loaded from the model's directory when the
-    first sample asks for one. version: of the model's weights. saver: saves the KV of paused samples and brings it back
-    (None: it is in the prefix cache for as long as it is not displaced). Settings: `VllmSettings`.
+    first sample asks for one. version: of the model's weights. tiers: where saved KV goes (by default to host memory,
+    without limit). Settings: `VllmSettings`.
     Thread-safe: calls wait for the step in flight.
     """
 
@@ -64,7 +65,7 @@ class VllmEngine:
         version: int = 0,
         listener: Listener = ignore,
         clock: Callable[[], float] = time.perf_counter,
-        saver: KVSaver | None = None,
+        tiers: TierConfig | None = None,
         **settings: Any,
     ) -> None:
         check_known_fields(VllmSettings, settings)
@@ -74,16 +75,19 @@ class VllmEngine:
         source = check_directory(model)
         self.name = name
         self.now = clock
-        self.saver = saver
+        self.saver: KVSaver | None = None
+        if config.save_kv and is_one_worker(config.engine_args):
+            keep = config.kv_on_update == "keep"
+            self.saver = KVSaver(Tiers(tiers), encoding=config.snapshot_encoding, keep_older=keep, clock=clock)
         self._journal = Journal(name, listener, clock)
         self._stop_text = StopText(tokenizer, source)
-        self.core = Core(source, config, {} if saver is None else saver.engine_args())
+        self.core = Core(source, config, {} if self.saver is None else self.saver.engine_args())
         self.vocab_size, self.eos_token_ids = self.core.vocab_size, self.core.eos_token_ids
         self.max_model_len = self.core.max_model_len
         if config.sampling == "counter":
             self.core.sample_by_counter(config.logprobs_mode == "raw")
-        if saver is not None:
-            saver.start(self.core, version)
+        if self.saver is not None:
+            self.saver.start(self.core)
         self._updater = Updater(self.core, source)
         self._version = PolicyVersion(version)
         self._epoch = 0
@@ -110,7 +114,8 @@ class VllmEngine:
 
     @property
     def tiers(self) -> Tiers | None:
-        return None if self.saver is None else self.saver.tiers
+        """None where no KV is saved: `save_kv`, several workers, a model whose layers keep different things."""
+        return None if self.saver is None or self.saver.unavailable is not None else self.saver.tiers
 
     @property
     def num_free_slots(self) -> int:
@@ -297,7 +302,7 @@ class VllmEngine:
             self._updater.load(checked)
             self._version = PolicyVersion(version)
             if self.saver is not None:
-                self.saver.update_weights(checked, version)
+                self.saver.update_weights(checked)
             keep = self.config.kv_on_update == "keep"
             for stay in list(self._stays.values()):
                 if stay.admitted_at is not None and keep:
@@ -337,6 +342,8 @@ class VllmEngine:
             requests = {stay.request_id for stay in self._stays.values() if stay.request_id}
             assert set(self.core.scheduler.requests) == requests, "vLLM has requests that no sample knows, or lacks some"
             assert set(self.core.llm.output_processor.request_states) == requests
+            if self.saver is not None:
+                self.saver.check_integrity([i for i, stay in self._stays.items() if stay.request_id])
             assert requests or self.core.num_free_blocks == self.core.num_blocks, "blocks are held by nobody"
             full = {id(stay) for stay in self._full}
             for stay in self._stays.values():
@@ -356,14 +363,18 @@ class VllmEngine:
     # -- requests and leaving -----------------------------------------------------------------------------------------
 
     def _submit(self, stay: Stay) -> None:
-        params = None if self.saver is None else self.saver.load_params(stay.sample)
-        by_counter = self.config.sampling == "counter"
-        stay.request_id = self.core.submit(stay.sample, f"{self._version}.{self._epoch}", by_counter, params)
+        salt, params, by_counter = f"{self._version}.{self._epoch}", None, self.config.sampling == "counter"
+        if self.saver is not None:
+            params = self.saver.offer(stay.sample)
+            salt = f"{salt}.{self.saver.salt(stay.sample.id)}"
+        stay.request_id = self.core.submit(stay.sample, salt, by_counter, params)
         stay.num_computed_tokens = 0
 
     def _withdraw(self, stay: Stay) -> None:
         if stay.request_id:
             self.core.withdraw(stay.request_id)
+            if self.saver is not None:
+                self.saver.leave(stay.sample.id)
             stay.request_id = ""
 
     def _resubmit(self, stay: Stay) -> None:
@@ -383,16 +394,15 @@ class VllmEngine:
     def _admitted(self, stay: Stay, at: float) -> None:
         """The sequence has its slot and its blocks: records it."""
         sample = stay.sample
-        restored = self.core.brought.get(stay.request_id, 0)
-        stay.kv = "recomputed" if sample.output_ids else "computed"
-        if self.saver is not None and restored:
-            stay.kv = self.saver.loaded(sample)
-        refused = None
-        if sample.snapshot is not None:
-            refused = "this engine saves no KV" if self.saver is None else self.saver.refused(sample)
-        if restored or refused is not None:
+        stay.kv, restored, took, refused = "recomputed" if sample.output_ids else "computed", 0, 0.0, None
+        if self.saver is not None and (admission := self.saver.admission(sample.id)) is not None:
+            stay.kv, refused = admission.kv, admission.refused
+            restored, took = admission.num_restored_tokens, admission.seconds
+        elif sample.snapshot is not None:
+            refused = "this engine saves no KV (save_kv, or several workers)"
+        if stay.kv in ("restored", "kept", "approximate") or refused is not None:
             detail = "" if refused is None else f"refused: {refused}"
-            self._journal.emit("restore", stay, time=at, num_tokens=restored, detail=detail)
+            self._journal.emit("restore", stay, time=at, duration=took, num_tokens=restored, detail=detail)
         sample.snapshot = None
         if sample.output_ids:
             again = stay.num_tokens - 1 - sample.num_unread - stay.num_computed_tokens

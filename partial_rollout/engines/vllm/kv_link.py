@@ -168,9 +168,11 @@ class KVLink:
             return None
         blocks = self.table(request_id)
         layout, size = device.layout, device.layout.block_size
-        token_ids = [*sample.prompt_ids, *sample.output_ids][:num_tokens]
-        assert len(token_ids) == num_tokens, f"{sample.id} has no {num_tokens} tokens"
+        token_ids = [*sample.prompt_ids, *sample.output_ids][:num_tokens]  # what comes behind a stop is not the sample's
+        num_tokens = len(token_ids)
         total = -(-num_tokens // size)
+        if len(blocks) < total:  # vLLM has ended the request itself
+            return None
         shared = min(len(sample.prompt_ids), num_tokens) // size if made_by == self.fingerprint else 0
         cap = sample.params.max_tokens
         remaining = max(cap - len(sample.output_ids), 0) if cap is not None else 1 << 30
