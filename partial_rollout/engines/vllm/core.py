@@ -47,6 +47,7 @@ class Core:
     def __init__(self, model: str, settings: VllmSettings, extra_args: Mapping[str, Any]) -> None:
         # Read by vLLM where it builds an engine, not as it is imported.
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else a CPU's worker has a process of its own
         if settings.sampling == "counter":
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the runner whose sampler is replaced
         _bear_numba()
