@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from longtail import Group, Sample, SamplingParams
 from longtail.partial_rollout.engines.vllm import VllmEngine
+from longtail.sample import Timings
 
 BLOCK = 32
 SETTINGS: dict[str, Any] = {
@@ -58,20 +60,21 @@ def sample(name: str, prompt: Iterable[int] = LONG_PROMPT, **params: Any) -> Sam
     return group(name, prompt, **params).samples[0]
 
 
+def _fresh(one: Sample) -> Sample:
+    return dataclasses.replace(
+        one, output_ids=[], logprobs=[], versions=[], segments=[], status="waiting", timings=Timings(), snapshot=None
+    )
+
+
 def copy_of(one: Sample) -> Sample:
     """As another process would have it: its tokens."""
-    return Sample(
-        id=one.id,
-        group_id=one.group_id,
-        index=one.index,
-        prompt_ids=one.prompt_ids,
-        params=one.params,
-        seed=one.seed,
+    return dataclasses.replace(
+        one,
         output_ids=list(one.output_ids),
         logprobs=list(one.logprobs),
         versions=list(one.versions),
-        segments=list(one.segments),
-        status="paused",
+        segments=[dataclasses.replace(segment) for segment in one.segments],
+        snapshot=None,
     )
 
 
@@ -87,9 +90,7 @@ def plain(engine: VllmEngine, samples: Iterable[Sample]) -> dict[str, Sample]:
     """The same samples, run alone and undisturbed."""
     out = {}
     for one in samples:
-        fresh = Sample(
-            id=one.id, group_id=one.group_id, index=one.index, prompt_ids=one.prompt_ids, params=one.params, seed=one.seed
-        )
+        fresh = _fresh(one)
         engine.reset_prefix_cache()
         engine.add([fresh])
         run(engine)

@@ -166,11 +166,11 @@ class Core:
                 "repetition_penalty": p.repetition_penalty,
                 "seed": sample.seed & (2**63 - 1),
             }
-        left = self.max_model_len - len(tokens)
         params = SamplingParams(
             **ours,
-            max_tokens=left if p.max_tokens is None else min(left, p.max_tokens - len(sample.output_ids)),
-            ignore_eos=True,  # what ends a sample is decided by the engine, with all of the sample in sight
+            # What ends a sample is decided by the engine, with all of the sample in sight, and while it has its blocks.
+            max_tokens=self.max_model_len - len(tokens),
+            ignore_eos=True,
             detokenize=False,
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
@@ -182,6 +182,11 @@ class Core:
     def withdraw(self, request_id: str) -> None:
         """Ends a request: its blocks are free, and found by those of its salt until they are needed."""
         self.llm.abort_request([request_id], internal=True)
+
+    def step_lost(self) -> None:
+        """`step` raised: workers may not have heard which requests had ended before it, and are told again."""
+        if self.scheduled is not None:
+            self.scheduler.finished_req_ids |= self.scheduled.finished_req_ids
 
     def _recorded(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.scheduled = self._schedule(*args, **kwargs)

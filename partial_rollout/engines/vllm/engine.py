@@ -198,7 +198,8 @@ class VllmEngine:
         """Books what vLLM did in a step."""
         scheduled = self.core.scheduled
         stays = {stay.request_id: stay for stay in self._stays.values()}
-        counts, drafts = {}, {}
+        counts: dict[str, int] = {}
+        drafted: dict[str, list[int]] = {}
         if scheduled is not None:
             for request_id in scheduled.preempted_req_ids or ():
                 if request_id in stays:
@@ -212,10 +213,10 @@ class VllmEngine:
                 if stay.admitted_at is None:
                     self._admitted(stay, start)
             counts = scheduled.num_scheduled_tokens
-            drafts = {i: sum(t >= 0 for t in own) for i, own in scheduled.scheduled_spec_decode_tokens.items()}
-        padding = sum(map(len, scheduled.scheduled_spec_decode_tokens.values())) if scheduled is not None else 0
-        known = sum(counts.values()) - padding
-        context = sum(stays[i].num_computed_tokens + n for i, n in counts.items())
+            drafted = scheduled.scheduled_spec_decode_tokens
+        drafts = sum(token >= 0 for own in drafted.values() for token in own)  # the others fill a row up
+        known = {i: n - len(drafted.get(i, ())) for i, n in counts.items()}
+        context = sum(stays[i].num_computed_tokens + n for i, n in known.items())
         made = {self._stays[e.sample_id].request_id for e in emitted}
         decoding = sum(bool(stays[i].sample.output_ids) for i in made)
         for request_id, n in counts.items():
@@ -229,10 +230,10 @@ class VllmEngine:
         out.num_seqs = len(counts)
         return PassResult(
             outcomes,
-            num_tokens=known + sum(drafts.values()),
-            num_prefill_tokens=known - decoding,
+            num_tokens=sum(known.values()) + drafts,
+            num_prefill_tokens=sum(known.values()) - decoding,
             num_context_tokens=context,
-            num_draft_tokens=sum(drafts.values()),
+            num_draft_tokens=drafts,
             draft_seconds=0.0,
             model_seconds=max(self.now() - start - sampling, 0.0),
             sample_seconds=sampling,
@@ -340,7 +341,7 @@ class VllmEngine:
         """AssertionError if blocks, requests or samples do not add up. Call between steps."""
         with self._lock:
             requests = {stay.request_id for stay in self._stays.values() if stay.request_id}
-            assert set(self.core.scheduler.requests) == requests, "vLLM has requests that no sample knows, or lacks some"
+            assert set(self.core.scheduler.requests) == requests, "vLLM's requests are not those of the samples"
             assert set(self.core.llm.output_processor.request_states) == requests
             if self.saver is not None:
                 self.saver.check_integrity([i for i, stay in self._stays.items() if stay.request_id])
@@ -368,7 +369,7 @@ class VllmEngine:
             params = self.saver.offer(stay.sample)
             salt = f"{salt}.{self.saver.salt(stay.sample.id)}"
         stay.request_id = self.core.submit(stay.sample, salt, by_counter, params)
-        stay.num_computed_tokens = 0
+        stay.num_computed_tokens, stay.kv = 0, "computed"
 
     def _withdraw(self, stay: Stay) -> None:
         if stay.request_id:
@@ -384,6 +385,7 @@ class VllmEngine:
 
     def _start_over(self) -> None:
         """A step broke off: vLLM counts tokens as computed that may not be. All that it has is dropped."""
+        self.core.step_lost()
         self._epoch += 1
         for stay in self._stays.values():
             if stay.request_id:
@@ -394,13 +396,15 @@ class VllmEngine:
     def _admitted(self, stay: Stay, at: float) -> None:
         """The sequence has its slot and its blocks: records it."""
         sample = stay.sample
-        stay.kv, restored, took, refused = "recomputed" if sample.output_ids else "computed", 0, 0.0, None
-        if self.saver is not None and (admission := self.saver.admission(sample.id)) is not None:
-            stay.kv, refused = admission.kv, admission.refused
-            restored, took = admission.num_restored_tokens, admission.seconds
-        elif sample.snapshot is not None:
-            refused = "this engine saves no KV (save_kv, or several workers)"
-        if stay.kv in ("restored", "kept", "approximate") or refused is not None:
+        restored, took, refused = 0, 0.0, None
+        if self.saver is not None:
+            admission = self.saver.admission(sample.id)
+            stay.kv, restored = admission.kv, admission.num_restored_tokens
+            took, refused = admission.seconds, admission.refused
+        elif not (stay.kv == "kept" and stay.num_computed_tokens):  # preempted, and its KV of older weights found again
+            stay.kv = "recomputed" if sample.output_ids else "computed"
+            refused = None if sample.snapshot is None else "this engine saves no KV (save_kv, or several workers)"
+        if restored or stay.kv == "restored" or refused is not None:
             detail = "" if refused is None else f"refused: {refused}"
             self._journal.emit("restore", stay, time=at, duration=took, num_tokens=restored, detail=detail)
         sample.snapshot = None
@@ -430,7 +434,7 @@ class VllmEngine:
         sample = stay.sample
         if not snapshot:
             sample.snapshot = None
-        elif self.saver is not None and stay.admitted_at is not None:
+        elif self.saver is not None and stay.admitted_at is not None and self.core.request(stay.request_id) is not None:
             start, n = self.now(), stay.num_computed_tokens
             sample.snapshot = self.saver.save(sample, stay.request_id, n)
             failed = sample.snapshot is None and n > 0

@@ -153,11 +153,11 @@ class KVLink:
         make is found by no other request."""
         return self._entries[sample_id].salt
 
-    def admission(self, sample_id: str) -> Admission | None:
-        """The last one that this was not asked for yet."""
-        entry = self._entries[sample_id]
-        found, entry.admission = entry.admission, None
-        return found
+    def admission(self, sample_id: str) -> Admission:
+        """The last one: of a request that vLLM has given blocks."""
+        admission = self._entries[sample_id].admission
+        assert admission is not None, sample_id
+        return admission
 
     def save(self, sample: Sample, request_id: str, num_tokens: int) -> Snapshot | None:
         """A copy of the KV of a request's first `num_tokens` tokens, between two steps, before it is aborted. The
@@ -168,7 +168,7 @@ class KVLink:
             return None
         blocks = self.table(request_id)
         layout, size = device.layout, device.layout.block_size
-        token_ids = [*sample.prompt_ids, *sample.output_ids][:num_tokens]  # what comes behind a stop is not the sample's
+        token_ids = [*sample.prompt_ids, *sample.output_ids][:num_tokens]  # without what came behind a stop
         num_tokens = len(token_ids)
         total = -(-num_tokens // size)
         if len(blocks) < total:  # vLLM has ended the request itself
@@ -254,7 +254,10 @@ class KVLink:
             return
         snapshot, (cached, known) = entry.snapshot, entry.found
         kv: KVSource = "recomputed" if entry.sample.output_ids else "computed"
-        entry.made_by = self.fingerprint
+        if entry.made_by not in (None, self.fingerprint) and cached:  # preempted, and a part of its KV found again
+            kv = "approximate" if entry.made_by == approximate(self.fingerprint) else "kept"
+        else:
+            entry.made_by = self.fingerprint
         if snapshot is not None and entry.refused is None:
             if num_loaded_tokens == 0:  # the device had all of it
                 kv = "restored"

@@ -66,8 +66,12 @@ class Row:
         return cls(tuple(token_ids[:n]), output, params, state["seed"], len(output))
 
     def catch_up(self, generated: Sequence[int]) -> None:
-        """generated: by this request so far."""
-        self.output_ids += generated[len(self.output_ids) - self.num_before :]
+        """generated: by this request so far. (It falls where KV that a connector was to bring did not come.)"""
+        known = len(self.output_ids) - self.num_before
+        if len(generated) < known:
+            del self.output_ids[self.num_before + len(generated) :]
+        else:
+            self.output_ids += generated[known:]
 
 
 class CounterSampler:
