@@ -197,7 +197,7 @@ def kv_files(directory: Path) -> set[str]:
     return {file.name for file in folder.iterdir()} if folder.exists() else set()
 
 
-def main(root: Path, kills: int, seed: int, kind: Kind = Kind()) -> None:  # noqa: B008 - frozen
+def main(root: Path, kills: int, seed: int, kind: Kind = Kind()) -> None:
     rng = random.Random(seed)
     engine = kind.make()
     reference = Rollout(engine)

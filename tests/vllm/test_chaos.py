@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,13 @@ pytest.importorskip("vllm")
 
 from tests.partial_rollout.test_chaos import RULES, SETTINGS, Chaos, check_end
 from tests.vllm.kv_helpers import SETTINGS as ENGINE
-from tests.vllm.kv_helpers import make_model, save_model
+from tests.vllm.kv_helpers import make_model, sample, save_model
 
 from longtail import LongtailError, SamplingParams
 from longtail.kv_manager.tier_config import TierConfig
 from longtail.kv_manager.tiers import Tiers
 from longtail.partial_rollout.engines.simulated.clock import VirtualClock
 from longtail.partial_rollout.engines.vllm import VllmEngine
-from longtail.sample import Sample
 
 
 @functools.cache
@@ -29,10 +27,8 @@ def weights(seed: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    engine = VllmEngine(save_model(tmp_path_factory.mktemp("model")), **ENGINE | {"kv_cache_bytes": 40 << 15})
-    yield engine
-    engine.close()
+def built(tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
+    return VllmEngine(save_model(tmp_path_factory.mktemp("model")), **ENGINE | {"kv_cache_bytes": 40 << 15})
 
 
 class VllmChaos(Chaos):
@@ -103,13 +99,8 @@ def test_broken_steps_lose_no_token(built: VllmEngine) -> None:
     saver = built.saver
     assert saver is not None
 
-    def make() -> Sample:
-        from tests.vllm.kv_helpers import sample
-
-        return sample("a", max_tokens=30)
-
     built.reset_prefix_cache()
-    plain, one = make(), make()
+    plain, one = sample("a", max_tokens=30), sample("a", max_tokens=30)
     built.add([plain])
     while built.has_work:
         built.step()

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ from longtail.kv_manager.snapshot import Snapshot
 from longtail.kv_manager.tier_config import TierConfig
 from longtail.kv_manager.tiers import Tiers
 from longtail.partial_rollout.engines.vllm import VllmEngine
+from longtail.partial_rollout.engines.vllm.connector import _Load
 from longtail.partial_rollout.engines.vllm.kv_cache import UnsupportedCache, VllmCaches
+from longtail.partial_rollout.engines.vllm.kv_link import link_of
 
 LAYOUT = Layout("kv", 2, 2, BLOCK, 32)
 
@@ -47,10 +50,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(model: Path) -> Iterator[VllmEngine]:
-    engine = VllmEngine(model, **SETTINGS)
-    yield engine
-    engine.close()
+def built(model: Path) -> VllmEngine:
+    return VllmEngine(model, **SETTINGS)  # never closed: vLLM would take the process's other engines along
 
 
 @pytest.fixture
@@ -388,6 +389,58 @@ def test_host_memory_for_a_few_at_a_time(engine: VllmEngine, tmp_path: Path) -> 
         assert_same(one, expected[one.id])
     assert seen.restores == [(s.num_tokens, "") for s in saved] and seen.grew("num_recomputed_tokens") == 0
     assert tiers.host_used <= 6 * block
+
+
+def test_what_is_loaded_is_not_zeroed(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a worker zeroes new blocks at the beginning of a step, those that were filled before are taken out."""
+    connector: Any = engine.core.scheduler.connector
+    loaded = []
+    monkeypatch.setattr(engine.saver, "load", lambda *arguments: loaded.append(arguments))
+    monkeypatch.setattr(connector, "_loads", [_Load("a/0", [4, 7, 5], 32, 70)])
+    out: Any = SimpleNamespace(total_num_scheduled_tokens=1, new_block_ids_to_zero=[3, 7, 5, 9])
+    connector.build_connector_meta(out)
+    assert out.new_block_ids_to_zero == [3, 9] and loaded == [("a/0", [4, 7, 5], 32, 70)]
+    assert connector._loads == []
+
+
+def test_a_link_of_another_process() -> None:
+    with pytest.raises(ValueError, match="there is no such KVLink in this process"):
+        link_of("0" * 32)
+
+
+# -- several engines ---------------------------------------------------------------------------------------------------
+
+
+def test_several_engines_in_one_process(engine: VllmEngine, model: Path) -> None:
+    """A sample goes from one to another with its KV; an engine without a connector runs beside them."""
+    expected = plain(engine, [sample("a")])["a/0"]
+    other = VllmEngine(model, **SETTINGS, name="other")
+    without = VllmEngine(model, **SETTINGS, name="without", save_kv=False)
+    assert without.tiers is None and other.tiers is not None and other.tiers is not engine.tiers
+    one = sample("a")
+    for i, host in enumerate([engine, other, engine, other]):
+        seen = Seen(host)
+        host.add([one])
+        run(host, 9)
+        host.pause()
+        if i:
+            assert seen.restores == [(len(LONG_PROMPT) + 9 * i - 1, "")] and seen.grew("num_recomputed_tokens") == 0
+        host.reset_prefix_cache()
+    seen = Seen(without)
+    without.add([one])
+    run(without, 9)
+    without.pause()
+    assert one.snapshot is None and seen.grew("num_recomputed_tokens") == len(LONG_PROMPT) + 35
+    assert [d for _, d in seen.restores] == ["refused: this engine saves no KV (save_kv, or several workers)"]
+    other.add([one])
+    run(other)
+    assert_same(one, expected)
+    kinds = [(s.engine, s.kv) for s in one.segments]
+    assert kinds[:4] == [("vllm", "computed"), ("other", "restored"), ("vllm", "restored"), ("other", "restored")]
+    assert kinds[4:] == [("without", "recomputed"), ("other", "recomputed")]
+    for host in (other, without):
+        host.check_integrity()
+        assert host.core.num_free_blocks == host.core.num_blocks
 
 
 # -- random ------------------------------------------------------------------------------------------------------------

@@ -214,6 +214,11 @@ class Core:
     def num_free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def block_table(self, request_id: str) -> list[int]:
+        """Of a request of a model whose layers all keep the same; empty if it has ended, or has no blocks."""
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        return list(table)
+
     @property
     def block_size(self) -> int:
         return int(self.config.cache_config.block_size)

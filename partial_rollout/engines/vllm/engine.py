@@ -434,9 +434,9 @@ class VllmEngine:
         sample = stay.sample
         if not snapshot:
             sample.snapshot = None
-        elif self.saver is not None and stay.admitted_at is not None and self.core.request(stay.request_id) is not None:
+        elif self._can_save(stay) and self.saver is not None:
             start, n = self.now(), stay.num_computed_tokens
-            sample.snapshot = self.saver.save(sample, stay.request_id, n)
+            sample.snapshot = self.saver.save(sample, self.core.block_table(stay.request_id), n)
             failed = sample.snapshot is None and n > 0
             detail = "failed: no room in host memory" if failed else ""
             self._journal.emit(
@@ -448,6 +448,11 @@ class VllmEngine:
         detail = "" if sample.stop_reason is None else str(sample.stop_reason)
         self._journal.emit(kind, stay, num_tokens=len(sample.output_ids), value=kept, detail=detail)
         return sample
+
+    def _can_save(self, stay: Stay) -> bool:
+        """Whether it has blocks, and there is somewhere to save them."""
+        has_blocks = stay.admitted_at is not None and self.core.request(stay.request_id) is not None
+        return self.tiers is not None and has_blocks
 
     def _remove(self, stay: Stay) -> None:
         """Out of the engine, whether it runs or waits."""

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from longtail.kv_manager.encoding import CODES, encode
 from longtail.kv_manager.layout import Layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _DIGIT = 128
 """Numbers are written digit by digit: bfloat16 holds integers up to 256."""
@@ -80,6 +84,20 @@ class VllmCaches:
         for i, cache in enumerate(self._caches):
             rows = data[:, i].to(cache.device, cache.dtype).flatten(1).index_select(1, self._to_vllms)
             cache.index_copy_(0, index, rows.view(-1, *cache.shape[1:]))
+
+
+def open_caches(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmCaches:
+    """Of an engine whose worker is in this process. UnsupportedCache says what cannot be saved."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise UnsupportedCache(f"the layers of this model keep {len(groups)} different things")
+    spec: Any = groups[0].kv_cache_spec
+    dim = getattr(spec, "head_size", None)
+    if dim is None or getattr(spec, "head_size_v", None) != dim:
+        raise UnsupportedCache(f"its layers keep {type(spec).__name__}, not keys and values of one size")
+    modules: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
+    layers = [modules[name] for name in groups[0].layer_names]
+    return VllmCaches(layers, [layer.kv_cache for layer in layers], dim, spec.block_size)
 
 
 def _places(layer: Any, cache: torch.Tensor, layout: Layout) -> torch.Tensor:

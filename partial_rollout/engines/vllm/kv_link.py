@@ -1,6 +1,6 @@
 """Saved KV between a vLLM engine and its connector (`connector.py`), which live in one process.
 
-    pause    engine: save -> blocks are copied to the tiers -> Snapshot; then vLLM aborts the request -> leave
+    pause    engine: save: blocks are copied to the tiers -> Snapshot; then vLLM aborts the request -> leave
     resume   engine: offer -> vLLM schedules the request -> connector: find (verified, in host memory), admit
              -> load (into the request's blocks, before the forward pass) -> engine: admission
 
@@ -54,6 +54,10 @@ class DeviceKV(Protocol):
     @property
     def dtype(self) -> str: ...
 
+    def blocks_of(self, table: SequenceOf[int]) -> list[int]:
+        """The blocks, as the layout has them, of a request's block table."""
+        ...
+
     def read(self, blocks: list[int], out: Mapping[str, torch.Tensor]) -> None:
         """Copies blocks into tensors of `encoded_shapes`."""
         ...
@@ -90,7 +94,7 @@ class _Entry:
     """If its snapshot is to be used and is not quite what the present weights make: what keeps its blocks its own."""
     pinned: bool = False
     data: list[tuple[Part, Mapping[str, torch.Tensor]]] | None = None
-    """Of the snapshot, verified: from `find` to `load`."""
+    """Of the snapshot, verified and pinned: from `find` to `load`."""
     refused: str | None = None
     seconds: float = 0.0
     found: tuple[int, int] = (0, 0)
@@ -120,10 +124,8 @@ class KVLink:
         self.fingerprint = fingerprint
         self.name = uuid.uuid4().hex
         self.unavailable: str | None = "no vLLM engine has been made with this link's config()"
-        """Why no KV can be saved or loaded; None when a connector has opened the engine's caches."""
+        """Why no KV can be saved or loaded; None: it can."""
         self.device: DeviceKV | None = None
-        self.table: Callable[[str], list[int]] = lambda request_id: []
-        """The device's blocks of a request; the connector's."""
         self._numbers = itertools.count()
         self._entries: dict[str, _Entry] = {}
         _LINKS[self.name] = self
@@ -143,9 +145,9 @@ class KVLink:
         assert sample.id not in self._entries, sample.id
         snapshot = sample.snapshot
         self._entries[sample.id] = entry = _Entry(sample, snapshot)
-        if snapshot is not None and self._can_use(snapshot):
-            if not (snapshot.is_exact and snapshot.fingerprint == self.fingerprint):
-                entry.salt = f"{sample.id}.{next(self._numbers)}"
+        is_plain = snapshot is None or (snapshot.is_exact and snapshot.fingerprint == self.fingerprint)
+        if not is_plain and self._can_use(snapshot):
+            entry.salt = f"{sample.id}.{next(self._numbers)}"
         return {PARAMETER: sample.id}
 
     def salt(self, sample_id: str) -> str:
@@ -159,14 +161,14 @@ class KVLink:
         assert admission is not None, sample_id
         return admission
 
-    def save(self, sample: Sample, request_id: str, num_tokens: int) -> Snapshot | None:
+    def save(self, sample: Sample, table: SequenceOf[int], num_tokens: int) -> Snapshot | None:
         """A copy of the KV of a request's first `num_tokens` tokens, between two steps, before it is aborted. The
-        samples of a group share the part that holds the full blocks of their prompt. None if nothing is computed, or
-        if there is no room."""
+        samples of a group share the part that holds the full blocks of their prompt. table: the request's blocks, as
+        vLLM counts them. None if nothing is computed, or if there is no room."""
         made_by, device = self._entries[sample.id].made_by, self.device
         if device is None or made_by is None or num_tokens == 0:
             return None
-        blocks = self.table(request_id)
+        blocks = device.blocks_of(table)
         layout, size = device.layout, device.layout.block_size
         token_ids = [*sample.prompt_ids, *sample.output_ids][:num_tokens]  # without what came behind a stop
         num_tokens = len(token_ids)
@@ -272,13 +274,13 @@ class KVLink:
         entry.admission = Admission(known, cached, num_loaded_tokens, kv, entry.refused, entry.seconds)
         entry.seconds, entry.refused = 0.0, None
 
-    def load(self, sample_id: str, blocks: list[int], first: int, num_tokens: int) -> None:
-        """Writes the snapshot into the request's blocks, from the block of place `first` up to its token `num_tokens`.
-        blocks: all of the request's."""
+    def load(self, sample_id: str, table: SequenceOf[int], num_cached_tokens: int, num_tokens: int) -> None:
+        """Writes the snapshot into the request's blocks, behind those of cached tokens, up to token `num_tokens`.
+        table: all of the request's blocks, as vLLM counts them."""
         entry, device = self._entries[sample_id], self.device
         assert entry.data is not None and device is not None, sample_id
-        layout = device.layout
-        last = -(-num_tokens // layout.block_size)
+        layout, blocks = device.layout, device.blocks_of(table)
+        first, last = num_cached_tokens // layout.block_size, -(-num_tokens // layout.block_size)
         for part, tensors in entry.data:
             low, high = max(first, part.header.first_block), min(last, part.header.last_block)
             if low < high:
@@ -288,7 +290,7 @@ class KVLink:
 
     def prefetch(self) -> None:
         """Brings what the next waiting samples need to host memory, in a thread."""
-        waiting = [(e, e.snapshot) for e in self._entries.values() if e.snapshot is not None]
+        waiting = [(e, e.snapshot) for e in self._entries.values() if e.snapshot is not None and e.snapshot.parts]
         for entry, snapshot in waiting[:AHEAD]:
             if not entry.pinned and entry.data is None and entry.refused is None and self._can_use(snapshot):
                 entry.pinned = snapshot.parts[0].tiers.prefetch(snapshot.parts)
@@ -329,7 +331,6 @@ class KVLink:
             entry.data = [(part, part.tiers.load(part)) for part in snapshot.parts]
         except SnapshotMismatch as error:
             return self._refuse(entry, str(error))
-        self._unpin(entry)
         return True
 
     def _ready(self, entry: _Entry, snapshot: Snapshot, wait: bool) -> bool:

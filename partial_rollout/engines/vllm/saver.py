@@ -20,6 +20,7 @@ import torch
 
 from longtail.kv_manager.encoding import Encoding
 from longtail.kv_manager.tiers import Tiers
+from longtail.partial_rollout.engines.vllm.kv_cache import UnsupportedCache, open_caches
 from longtail.partial_rollout.engines.vllm.kv_link import KVLink
 from longtail.version import Fingerprint
 
@@ -51,7 +52,14 @@ class KVSaver(KVLink):
 
     def start(self, core: Core) -> None:
         """The engine has its core, with the weights of its checkpoint."""
+        from longtail.partial_rollout.engines.vllm.connector import release_worker_half
+
         config = core.config
+        release_worker_half()
+        try:
+            self.device, self.unavailable = open_caches(config, core.scheduler.kv_cache_config), None
+        except UnsupportedCache as error:
+            self.device, self.unavailable = None, str(error)
         self._arithmetic, self._dtype = _arithmetic(config), config.model_config.dtype
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         weights = _checkpoint(config, core.runner.model)
