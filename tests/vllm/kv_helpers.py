@@ -11,6 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from longtail import Group, Sample, SamplingParams
+from longtail.events import Event
+from longtail.kv_manager.layout import Layout
+from longtail.kv_manager.snapshot import Snapshot
+from longtail.kv_manager.tier_config import TierConfig
+from longtail.kv_manager.tiers import Tiers
 from longtail.partial_rollout.engines.vllm import VllmEngine
 from longtail.sample import Timings
 
@@ -22,6 +27,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "max_model_len": 256,
 }
+LAYOUT = Layout("kv", 2, 2, BLOCK, 32)
 LONG_PROMPT = tuple(range(10, 80))
 """Two full blocks, and a part of a third."""
 
@@ -105,3 +111,34 @@ def assert_same(one: Sample, expected: Sample, tolerance: float = 1e-4) -> None:
     worst = max((abs(a - b) for a, b in zip(one.logprobs, expected.logprobs, strict=True)), default=0.0)
     assert worst <= tolerance, (one.id, worst)
     one.check_integrity()
+
+
+def use_tiers(engine: VllmEngine, config: TierConfig) -> Tiers:
+    assert engine.saver is not None
+    engine.saver.tiers = tiers = Tiers(config)
+    return tiers
+
+
+def paused(engine: VllmEngine, samples: list[Sample], steps: int) -> list[Snapshot]:
+    """Runs them so far, and pauses them; what the prefix cache has of them is forgotten."""
+    engine.add(samples)
+    run(engine, steps)
+    engine.pause()
+    engine.reset_prefix_cache()
+    return [one.snapshot for one in samples]
+
+
+class Seen:
+    """What an engine did between two looks."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine, self.before, self.events = engine, engine.stats(), list[Event]()
+        engine.listener = self.events.append
+
+    @property
+    def restores(self) -> list[tuple[int, str]]:
+        return [(e.num_tokens, e.detail) for e in self.events if e.kind == "restore"]
+
+    def grew(self, name: str) -> int:
+        return int(getattr(self.engine.stats(), name) - getattr(self.before, name))
+
