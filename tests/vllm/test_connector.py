@@ -217,7 +217,7 @@ def test_many_at_once(saving: VllmEngine) -> None:
 
 
 def test_several_engines_in_one_process(saving: VllmEngine, saving_model: Path) -> None:
-    """A sample goes from one to another with its KV; an saving without a connector runs beside them."""
+    """A sample goes from one to another with its KV; an engine without a connector runs beside them."""
     expected = plain(saving, [sample("a")])["a/0"]
     other = VllmEngine(saving_model, **SETTINGS, name="other")
     without = VllmEngine(saving_model, **SETTINGS, name="without", save_kv=False)
