@@ -236,7 +236,7 @@ def test_several_engines_in_one_process(saving: VllmEngine, saving_model: Path) 
     run(without, 9)
     without.pause()
     assert one.snapshot is None and seen.grew("num_recomputed_tokens") == len(LONG_PROMPT) + 35
-    assert [d for _, d in seen.restores] == ["refused: this saving saves no KV (save_kv, or several workers)"]
+    assert [d for _, d in seen.restores] == ["refused: this engine saves no KV (save_kv, or several workers)"]
     other.add([one])
     run(other)
     assert_same(one, expected)

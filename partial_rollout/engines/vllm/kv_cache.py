@@ -55,9 +55,12 @@ class VllmCaches:
         self.dtype = str(first.dtype).removeprefix("torch.")
         self._caches = list(caches)
         self._split = block_size // size
-        places = _places(layers[0], first, self.layout)
-        if any(type(layer.impl) is not type(layers[0].impl) for layer in layers):
+        kernel = layers[0].impl
+        if any(type(layer.impl) is not type(kernel) for layer in layers):
             raise UnsupportedCache("the layers of this model use different kernels")
+        if not hasattr(kernel, "do_kv_cache_update"):
+            raise UnsupportedCache(f"{type(kernel).__name__} writes its cache within the attention")
+        places = _places(layers[0], first, self.layout)
         self._to_ours = places
         self._to_vllms = torch.empty_like(places).index_copy_(
             0, places, torch.arange(len(places), device=places.device)
