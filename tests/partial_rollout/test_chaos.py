@@ -68,6 +68,9 @@ def answer(request: TurnRequest, seconds: float) -> Turn:
 
 
 class Chaos:
+    most = 9
+    """Tokens of a prompt."""
+
     def __init__(self, name: str, seed: int, **settings: Any) -> None:
         self.rng = random.Random(f"{name}{seed}")
         clock = VirtualClock()
@@ -127,7 +130,7 @@ class Chaos:
 
     def group(self) -> Group:
         params = self.params(self.rng.randint(1, 4))
-        group = Group.from_prompt(f"p{len(self.submitted)}", [3] * self.rng.randint(1, 9), params)
+        group = Group.from_prompt(f"p{len(self.submitted)}", [3] * self.rng.randint(1, self.most), params)
         for sample in group.samples:
             sample.multi_turn = self.rng.random() < 0.3
         self.submitted.append(group)

@@ -28,11 +28,13 @@ def weights(seed: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
-    return VllmEngine(save_model(tmp_path_factory.mktemp("model")), **ENGINE | {"kv_cache_bytes": 40 << 15})
+    return VllmEngine(save_model(tmp_path_factory.mktemp("model")), **ENGINE | {"kv_cache_bytes": 11 << 15})  # preempts
 
 
 class VllmChaos(Chaos):
     """built: the engine, which outlives the chaos; it is as it was when `restore` has been called."""
+
+    most = 70
 
     def __init__(self, built: VllmEngine, name: str, seed: int, **settings: Any) -> None:
         self.built, self.breaks_in, self.broken = built, 0, 0
@@ -76,7 +78,7 @@ class VllmChaos(Chaos):
         return weights(self.rng.randrange(3))
 
     def collect(self, **options: Any) -> None:
-        if self.rng.random() < 0.1:
+        if self.rng.random() < 0.2:
             self.breaks_in = self.rng.randint(1, 12)
         super().collect(**options)
 
@@ -85,10 +87,14 @@ class VllmChaos(Chaos):
 @pytest.mark.parametrize(("name", "rules"), zip(SETTINGS, RULES, strict=True))
 def test_chaos(built: VllmEngine, name: str, rules: str) -> None:
     chaos = VllmChaos(built, name, 0, **RULES[rules])
+    before = built.stats()
     try:
-        chaos.run(150)
-        chaos.breaks_in = 0
+        chaos.run(1000)  # times 7
         check_end(chaos)
+        stats = built.stats()
+        for name in ("num_restored_tokens", "num_recomputed_tokens", "num_preemptions"):
+            assert getattr(stats, name) > getattr(before, name), name
+        assert chaos.broken > 3
     finally:
         built.pause(snapshot=False)
         chaos.restore()

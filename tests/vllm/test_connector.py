@@ -272,9 +272,9 @@ def test_no_block_leaks(saving: VllmEngine, tmp_path: Path) -> None:
             outside += saving.pause(ids, snapshot=rng.random() < 0.8)
             inside = {i: one for i, one in inside.items() if i not in ids}
         elif action < 0.65 and inside:
-            one = rng.choice(sorted(inside))
-            saving.abort([one])
-            del inside[one]
+            aborted = rng.choice(sorted(inside))
+            saving.abort([aborted])
+            del inside[aborted]
         elif action < 0.68:
             saving.reset_prefix_cache()
         else:

@@ -47,7 +47,7 @@ class _Load:
     """Up to which the KV is loaded."""
 
 
-class LongtailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class LongtailConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._link = link_of(self._kv_transfer_config.get_from_extra_config("link", None))
