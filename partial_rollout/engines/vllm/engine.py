@@ -30,7 +30,7 @@ from longtail.partial_rollout.engines.native.stepper import Outcome, PassResult,
 from longtail.partial_rollout.engines.native.stop_text import StopText
 from longtail.partial_rollout.engines.native.verification import Verdict
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
-from longtail.partial_rollout.engines.vllm.core import Core, Emitted, check_directory
+from longtail.partial_rollout.engines.vllm.core import Core, Emitted, Pass, check_directory
 from longtail.partial_rollout.engines.vllm.saver import KVSaver, is_one_worker
 from longtail.partial_rollout.engines.vllm.weights import Updater
 from longtail.sample import FinishReason, Sample
@@ -45,6 +45,8 @@ class Stay(Sequence):
 
     request_id: str = ""
     """Empty: it has none for the moment."""
+    salt: str = ""
+    """Of its blocks in the prefix cache: the version of the weights, and the epoch of the cache, at which it came."""
 
 
 class VllmEngine:
@@ -91,7 +93,9 @@ class VllmEngine:
         self._updater = Updater(self.core, source)
         self._version = PolicyVersion(version)
         self._epoch = 0
-        """Of the KV of one version: a new one finds nothing of those before it."""
+        """Of the prefix cache: a new one finds nothing of those before it."""
+        self._left: dict[str, str] = {}
+        """Salts of paused samples whose KV is to be kept over updates, by sample; the latest of them."""
         self._stays: dict[str, Stay] = {}
         """By sample, in the order in which vLLM has them."""
         self._full: list[Stay] = []
@@ -180,60 +184,45 @@ class VllmEngine:
     def _step(self, out: StepOutput) -> None:
         if self._updater.is_broken:
             raise RuntimeError(
-                f"engine {self.name}: an update of the weights failed half-way; repeat update_weights with a higher "
-                "version before the next step"
+                f"engine {self.name}: an update of the weights failed half-way; repeat update_weights before the "
+                "next step"
             )
         start = self.now()
         try:
-            emitted = self.core.step()
+            done = self.core.step()
         except BaseException:
             self._start_over()
             raise
-        result = self._settle_step(emitted, start, out)
+        result = self._settle_step(done, start, out)
         self._journal.step(start, out.num_seqs, result)
         out.num_output_tokens = result.num_output_tokens
         out.at_limit = [stay.sample for stay in self._stays.values() if stay.is_at_limit]
 
-    def _settle_step(self, emitted: list[Emitted], start: float, out: StepOutput) -> PassResult:
+    def _settle_step(self, done: Pass, start: float, out: StepOutput) -> PassResult:
         """Books what vLLM did in a step."""
-        scheduled = self.core.scheduled
         stays = {stay.request_id: stay for stay in self._stays.values()}
-        counts: dict[str, int] = {}
-        drafted: dict[str, list[int]] = {}
-        if scheduled is not None:
-            for request_id in scheduled.preempted_req_ids or ():
-                if request_id in stays:
-                    self._preempted(stays[request_id])
-            cached = scheduled.scheduled_cached_reqs
-            computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-            computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-            for request_id, count in computed.items():
-                stay = stays[request_id]
-                stay.num_computed_tokens = count
-                if stay.admitted_at is None:
-                    self._admitted(stay, start)
-            counts = scheduled.num_scheduled_tokens
-            drafted = scheduled.scheduled_spec_decode_tokens
-        drafts = sum(token >= 0 for own in drafted.values() for token in own)  # the others fill a row up
-        known = {i: n - len(drafted.get(i, ())) for i, n in counts.items()}
-        context = sum(stays[i].num_computed_tokens + n for i, n in known.items())
-        made = {self._stays[e.sample_id].request_id for e in emitted}
-        decoding = sum(bool(stays[i].sample.output_ids) for i in made)
-        for request_id, n in counts.items():
-            stays[request_id].num_computed_tokens += n  # of those that emit, vLLM's record is the right one
+        for request_id in done.preempted:
+            if request_id in stays:
+                self._preempted(stays[request_id])
+        decoding = sum(bool(self._stays[e.sample_id].sample.output_ids) for e in done.emitted)
+        for request_id, before in done.starts.items():
+            stay = stays[request_id]
+            stay.num_computed_tokens = before
+            if stay.admitted_at is None:
+                self._admitted(stay, start)
+            stay.num_computed_tokens += done.counts[request_id]
         outcomes = []
-        for e in emitted:
+        for e in done.emitted:
             outcomes.append(outcome := Outcome(self._stays[e.sample_id]))
             self._take(outcome, e, out)
-        sampler = getattr(self.core.runner, "sampler", None)
-        sampling = getattr(sampler, "ended", 0.0) - getattr(sampler, "started", 0.0)
-        out.num_seqs = len(counts)
+        out.num_seqs = len(done.counts)
+        known, sampling = sum(done.counts.values()), self.core.sample_seconds if done.counts else 0.0
         return PassResult(
             outcomes,
-            num_tokens=sum(known.values()) + drafts,
-            num_prefill_tokens=sum(known.values()) - decoding,
-            num_context_tokens=context,
-            num_draft_tokens=drafts,
+            num_tokens=known + done.num_drafts,
+            num_prefill_tokens=known - decoding,
+            num_context_tokens=sum(done.starts.values()) + known,
+            num_draft_tokens=done.num_drafts,
             draft_seconds=0.0,
             model_seconds=max(self.now() - start - sampling, 0.0),
             sample_seconds=sampling,
@@ -300,15 +289,14 @@ class VllmEngine:
                 )
             start = self.now()
             checked = self._updater.check(weights)
-            self._updater.load(checked)
+            self._updater.load(checked, version)
             self._version = PolicyVersion(version)
             if self.saver is not None:
                 self.saver.update_weights(checked)
-            keep = self.config.kv_on_update == "keep"
             for stay in list(self._stays.values()):
-                if stay.admitted_at is not None and keep:
+                if self._keeps and stay.admitted_at is not None:
                     stay.kv = "kept"
-                elif stay.request_id:
+                elif stay.request_id and not (self._finds_older and stay.sample.output_ids):
                     if stay.admitted_at is not None:
                         self._back_to_waiting(stay, "weight update")
                     self._resubmit(stay)
@@ -317,6 +305,7 @@ class VllmEngine:
     def reset_prefix_cache(self) -> None:
         """Forgets what finished and paused samples left behind."""
         with self._lock:
+            self._left.clear()
             self._epoch += 1
 
     def stats(self) -> EngineStats:
@@ -365,11 +354,22 @@ class VllmEngine:
 
     def _submit(self, stay: Stay) -> None:
         salt, params, by_counter = f"{self._version}.{self._epoch}", None, self.config.sampling == "counter"
-        if self.saver is not None:
+        if self.saver is None:
+            stay.salt = self._left.pop(stay.sample.id, salt)
+        else:
             params = self.saver.offer(stay.sample)
-            salt = f"{salt}.{self.saver.salt(stay.sample.id)}"
-        stay.request_id = self.core.submit(stay.sample, salt, by_counter, params)
+            stay.salt = f"{salt}.{self.saver.salt(stay.sample.id)}"
+        stay.request_id = self.core.submit(stay.sample, stay.salt, by_counter, params)
         stay.num_computed_tokens, stay.kv = 0, "computed"
+
+    @property
+    def _keeps(self) -> bool:
+        return self.config.kv_on_update == "keep"
+
+    @property
+    def _finds_older(self) -> bool:
+        """Whether KV of older weights is found in the prefix cache; where KV is saved, it is what the snapshot has."""
+        return self._keeps and self.saver is None
 
     def _withdraw(self, stay: Stay) -> None:
         if stay.request_id:
@@ -386,6 +386,7 @@ class VllmEngine:
     def _start_over(self) -> None:
         """A step broke off: vLLM counts tokens as computed that may not be. All that it has is dropped."""
         self.core.step_lost()
+        self._left.clear()
         self._epoch += 1
         for stay in self._stays.values():
             if stay.request_id:
@@ -401,9 +402,12 @@ class VllmEngine:
             admission = self.saver.admission(sample.id)
             stay.kv, restored = admission.kv, admission.num_restored_tokens
             took, refused = admission.seconds, admission.refused
-        elif not (stay.kv == "kept" and stay.num_computed_tokens):  # preempted, and its KV of older weights found again
+        else:
             stay.kv = "recomputed" if sample.output_ids else "computed"
-            refused = None if sample.snapshot is None else "this engine saves no KV (save_kv, or several workers)"
+            if stay.num_computed_tokens and not stay.salt.startswith(f"{self._version}."):
+                stay.kv = "kept"
+            if sample.snapshot is not None:
+                refused = "this engine saves no KV (save_kv, or several workers)"
         if restored or stay.kv == "restored" or refused is not None:
             detail = "" if refused is None else f"refused: {refused}"
             self._journal.emit("restore", stay, time=at, duration=took, num_tokens=restored, detail=detail)
@@ -442,6 +446,10 @@ class VllmEngine:
             self._journal.emit(
                 "save", stay, time=start, duration=self.now() - start, num_tokens=0 if failed else n, detail=detail
             )
+        if snapshot and self._finds_older and stay.request_id and (stay.admitted_at is not None or sample.output_ids):
+            self._left[sample.id] = stay.salt
+            while len(self._left) > self.core.num_blocks:  # of more there cannot be a block left
+                del self._left[next(iter(self._left))]
         self._remove(stay)
         sample.status = "paused"
         kept = float(sample.snapshot is not None)
