@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.partial_rollout.conftest import group, prompt
 from tests.vllm.conftest import NOISE, EngineMaker, assert_same, generate, run
+from tests.vllm.oracle import Oracle
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from longtail import NativeEngine, Sample
@@ -128,25 +129,32 @@ def test_after_preemption(make_vllm: EngineMaker) -> None:
         assert ("recomputed" in [s.kv for s in a.segments]) == (a.id in preempted)
 
 
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0.0}, {}, {"temperature": 0.4, "presence_penalty": 0.7, "top_p": 0.9}], ids=str
-)
-def test_drafts_change_nothing(make_vllm: EngineMaker, params: dict) -> None:
-    """Verified by match: with vLLM's n-gram drafts, across a cut, as without drafts."""
+DRAFTERS: dict[str, dict] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "oracle": {"method": "custom_class", "model": "tests.vllm.oracle.Oracle", "num_speculative_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"presence_penalty": 1.0, "top_p": 0.9}], ids=str)
+def test_drafts_change_nothing(make_vllm: EngineMaker, drafter: str, params: dict) -> None:
+    """Verified by match, across a cut, as without drafts. The oracle's are mostly accepted."""
     ids = prompt(7) * 4
     expected = generate(make_vllm(), group("a", ids, n=4, max_tokens=60, **params))
-    drafting = make_vllm(
-        speculative={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    )
+    Oracle.streams = [[*s.prompt_ids, *s.output_ids] for s in expected]
+    drafting = make_vllm(speculative=DRAFTERS[drafter])
     before = drafting.stats()
     samples = group("a", ids, n=4, max_tokens=60, **params).samples
     run(drafting, samples, until=25)
-    drafting.pause()
-    run(drafting, samples)
+    paused = drafting.pause()
+    run(drafting, paused)
     stats = drafting.stats()
-    assert stats.num_draft_tokens > before.num_draft_tokens
-    if params == {"temperature": 0.0}:
-        assert stats.num_accepted_tokens > before.num_accepted_tokens
+    drafts = stats.num_draft_tokens - before.num_draft_tokens
+    accepted = stats.num_accepted_tokens - before.num_accepted_tokens
+    steps = stats.num_steps - before.num_steps
+    assert drafts > 0 and accepted <= drafts and stats.num_output_tokens - before.num_output_tokens == 4 * 60
+    if drafter == "oracle":
+        assert accepted > 0.7 * drafts and steps < 30
     for a, b in zip(samples, expected, strict=True):
         assert_same(a, b)
 

@@ -27,20 +27,19 @@ def make_samples(life: int) -> list[Sample]:
     ]
 
 
-def lose_a_step(engine: Any) -> None:
-    """vLLM raises in the middle of one."""
-    sampler = engine.core.runner.sampler
-    sample = sampler._sample
+def lose_a_step(engine: Any, early: bool) -> None:
+    """vLLM raises in the middle of one: before its workers hear of it, or when they are to sample."""
+    where, name = engine.core.runner.sampler, "_sample"
+    if early:
+        where, name = engine.core.llm.engine_core.engine_core.model_executor, "execute_model"
 
-    def lost(*_: object) -> None:
+    def lost(*_: object, **__: object) -> None:
         raise KeyboardInterrupt("planted")
 
-    sampler._sample = lost
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, lost)
         with pytest.raises(KeyboardInterrupt, match="planted"):
             engine.step()
-    finally:
-        sampler._sample = sample
 
 
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
@@ -57,7 +56,7 @@ def test_a_thousand_random_actions(make_vllm: EngineMaker, tiny: LlamaForCausalL
     expected: dict[int, list[Sample]] = {}
     life, samples, aborted = 0, make_samples(0), set[int]()
     counts = dict.fromkeys(("add", "step", "pause", "pause all", "abort", "update", "forget", "lost"), 0)
-    weighted = rng.choices(list(counts), [30, 50, 12, 3, 2, 2, 2, 1], k=ACTIONS)
+    weighted = rng.choices(list(counts), [30, 50, 12, 3, 2, 2, 1, 2], k=ACTIONS)
     lives = [samples]
     for action in weighted:
         if all(s.is_done for s in samples):
@@ -83,7 +82,7 @@ def test_a_thousand_random_actions(make_vllm: EngineMaker, tiny: LlamaForCausalL
         elif action == "forget":
             engine.reset_prefix_cache()
         elif action == "lost" and any(stay.request_id for stay in engine._stays.values()):
-            lose_a_step(engine)
+            lose_a_step(engine, early=rng.random() < 0.7)
         engine.check_integrity()
     assert all(counts.values()), counts
     engine.pause()
@@ -107,6 +106,22 @@ def test_a_thousand_random_actions(make_vllm: EngineMaker, tiny: LlamaForCausalL
             else:
                 assert_same(got, want)
             assert got.versions == sorted(got.versions)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before-the-pass", "at-sampling"])
+def test_what_a_lost_step_scheduled_is_not_taken_for_computed(make_vllm: EngineMaker, early: bool) -> None:
+    """vLLM counts blocks as cached when it schedules them."""
+    engine = make_vllm()
+    expected = generate(engine, group("a", prompt(70)))[0]
+    engine.reset_prefix_cache()
+    before = engine.stats().num_cached_tokens
+    sample = group("a", prompt(70)).samples[0]
+    engine.add([sample])
+    lose_a_step(engine, early)
+    run(engine)
+    assert engine.stats().num_cached_tokens == before
+    assert_same(sample, expected)
+    assert [s.kv for s in sample.segments] == ["computed"]
 
 
 def test_a_resume_finds_what_was_computed(make_vllm: EngineMaker) -> None:
