@@ -127,7 +127,7 @@ def test_what_a_lost_step_scheduled_is_not_taken_for_computed(make_vllm: EngineM
 def test_a_resume_finds_what_was_computed(make_vllm: EngineMaker) -> None:
     """All full blocks of what was computed come from the cache; less than a block is computed again. Without the cache
     all of it is."""
-    engine = make_vllm()
+    engine = make_vllm(save_kv=False)
     for forget in (False, True):
         for cut in (1, 10, 11, 12, 44):
             engine.reset_prefix_cache()

@@ -31,7 +31,7 @@ from longtail.partial_rollout.engines.native.stop_text import StopText
 from longtail.partial_rollout.engines.native.verification import Verdict
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
 from longtail.partial_rollout.engines.vllm.core import Core, Emitted, Pass, check_directory
-from longtail.partial_rollout.engines.vllm.saver import KVSaver, is_one_worker
+from longtail.partial_rollout.engines.vllm.saver import make_saver
 from longtail.partial_rollout.engines.vllm.weights import Updater
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
@@ -77,10 +77,7 @@ class VllmEngine:
         source = check_directory(model)
         self.name = name
         self.now = clock
-        self.saver: KVSaver | None = None
-        if config.save_kv and is_one_worker(config.engine_args):
-            keep = config.kv_on_update == "keep"
-            self.saver = KVSaver(Tiers(tiers), encoding=config.snapshot_encoding, keep_older=keep, clock=clock)
+        self.saver = make_saver(config, tiers, clock)
         self._journal = Journal(name, listener, clock)
         self._stop_text = StopText(tokenizer, source)
         self.core = Core(source, config, {} if self.saver is None else self.saver.engine_args())
@@ -294,7 +291,7 @@ class VllmEngine:
             if self.saver is not None:
                 self.saver.update_weights(checked)
             for stay in list(self._stays.values()):
-                if self._keeps and stay.admitted_at is not None:
+                if self.config.kv_on_update == "keep" and stay.admitted_at is not None:
                     stay.kv = "kept"
                 elif stay.request_id and not (self._finds_older and stay.sample.output_ids):
                     if stay.admitted_at is not None:
@@ -363,13 +360,9 @@ class VllmEngine:
         stay.num_computed_tokens, stay.kv = 0, "computed"
 
     @property
-    def _keeps(self) -> bool:
-        return self.config.kv_on_update == "keep"
-
-    @property
     def _finds_older(self) -> bool:
         """Whether KV of older weights is found in the prefix cache; where KV is saved, it is what the snapshot has."""
-        return self._keeps and self.saver is None
+        return self.config.kv_on_update == "keep" and self.saver is None
 
     def _withdraw(self, stay: Stay) -> None:
         if stay.request_id:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longtail.kv_manager.encoding import Encoding
+from longtail.kv_manager.tier_config import TierConfig
 from longtail.kv_manager.tiers import Tiers
+from longtail.partial_rollout.engines.vllm.config import VllmSettings
 from longtail.partial_rollout.engines.vllm.kv_cache import UnsupportedCache, open_caches
 from longtail.partial_rollout.engines.vllm.kv_link import KVLink
 from longtail.version import Fingerprint
@@ -83,9 +85,12 @@ class KVSaver(KVLink):
         return Fingerprint(digest.hexdigest())
 
 
-def is_one_worker(engine_args: Mapping[str, Any]) -> bool:
-    """Whether all of the KV lies in one process: what can be saved."""
-    return all(engine_args.get(name, 1) == 1 for name in PARALLEL)
+def make_saver(config: VllmSettings, tiers: TierConfig | None, clock: Callable[[], float]) -> KVSaver | None:
+    """None where no KV is to be saved, or where it lies in several processes."""
+    if not config.save_kv or any(config.engine_args.get(name, 1) != 1 for name in PARALLEL):
+        return None
+    keep = config.kv_on_update == "keep"
+    return KVSaver(Tiers(tiers), encoding=config.snapshot_encoding, keep_older=keep, clock=clock)
 
 
 def _arithmetic(config: VllmConfig) -> str:
