@@ -171,12 +171,13 @@ def test_events_by_hand(make_vllm: EngineMaker) -> None:
     run(engine, [sample])
     engine.listener = lambda event: None
     told = [(e.kind, e.num_tokens, e.value) for e in events if e.kind not in ("step", "first_token")]
-    assert told == [("admit", 0, 21), ("pause", 2, 0), ("admit", 0, 23), ("finish", 4, 0)]
+    saved = [("save", 22, 0), ("pause", 2, 1), ("restore", 22, 0)]
+    assert told == [("admit", 0, 21), *saved, ("admit", 22, 23), ("finish", 4, 0)]
     steps = [e for e in events if e.kind == "step"]
     assert [(e.num_tokens, e.num_prefill_tokens, e.num_context_tokens, e.num_output_tokens) for e in steps] == [
         (21, 21, 21, 1),
         (1, 0, 22, 1),
-        (23, 22, 23, 1),
+        (1, 0, 23, 1),
         (1, 0, 24, 1),
     ]
     assert {e.engine for e in events} == {"vllm"} and {e.sample for e in events if e.kind != "step"} == {"a/0"}
