@@ -290,7 +290,7 @@ class KVManager:
         """Whether the present weights made it, and only with such loss as the settings ask for."""
         if snapshot.is_exact and snapshot.fingerprint == self.fingerprint:
             return True
-        return self.encoding != "exact" and snapshot.fingerprint in (self.fingerprint, _approximate(self.fingerprint))
+        return self.encoding != "exact" and snapshot.fingerprint in (self.fingerprint, approximate(self.fingerprint))
 
     def restore(self, seq: Sequence, snapshot: Snapshot) -> bool:
         """Brings an attached sequence up to the snapshot's tokens; what it found by prefix is kept, not rewritten.
@@ -332,11 +332,11 @@ class KVManager:
                 assert self.states is not None
                 self.states.restore(seq, data[0])
         seq.num_computed_tokens = n
-        made_by = snapshot.fingerprint if snapshot.is_exact else _approximate(snapshot.fingerprint)
+        made_by = snapshot.fingerprint if snapshot.is_exact else approximate(snapshot.fingerprint)
         if self.can_use(snapshot):
             self._made_by[seq] = made_by  # if approximate, no other sequence may find it
         else:
-            self._made_by[seq] = _mixed(made_by, self.fingerprint)
+            self._made_by[seq] = mixed(made_by, self.fingerprint)
         for group, table, first in zip(self.groups, seq.block_tables, firsts, strict=True):
             group.trim(table, 0, first)  # before the commit: a found tail before the window was not filled up
         self.commit(seq)
@@ -388,7 +388,7 @@ class KVManager:
         self._root = root_hash(fingerprint)
         self.forget_all()
         for seq, made_by in self._made_by.items():
-            self._made_by[seq] = _mixed(made_by, fingerprint)
+            self._made_by[seq] = mixed(made_by, fingerprint)
 
     def forget_all(self) -> None:
         """Empties the prefix index."""
@@ -432,12 +432,12 @@ def _tail_hash(parent: BlockHash, token_ids: list[int]) -> BlockHash:
     return chain_hash(BlockHash(parent + b"tail"), token_ids)
 
 
-def _approximate(fingerprint: Fingerprint) -> Fingerprint:
+def approximate(fingerprint: Fingerprint) -> Fingerprint:
     """Fingerprint of KV that is not quite what these weights made: a snapshot compressed with loss, and what was
     computed on it."""
     return Fingerprint(fingerprint.removesuffix("~") + "~")
 
 
-def _mixed(older: Fingerprint, newer: Fingerprint) -> Fingerprint:
+def mixed(older: Fingerprint, newer: Fingerprint) -> Fingerprint:
     """Fingerprint of KV that several weights made: equal to that of none of them."""
     return Fingerprint(f"{older}+{newer}")

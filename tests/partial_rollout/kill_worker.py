@@ -8,13 +8,16 @@ line with what was seen. Between collects some samples are cut, so that kills co
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import operator
 import os
 import random
 import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,16 @@ def make_engine() -> NativeEngine:
         initializer_range=0.2,
     )
     return NativeEngine(LlamaForCausalLM(config).eval(), threads=1, max_num_seqs=4, kv_cache_bytes=1 << 21)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Of engine: what differs between them."""
+
+    make: Callable[[], Any] = make_engine
+    give_tiers: Callable[[Any, Tiers], None] = lambda engine, tiers: setattr(engine.kv, "tiers", tiers)
+    is_same: Callable[[list, list], bool] = operator.eq
+    """Of a group's samples (`record`), as they came and as they were undisturbed."""
 
 
 def groups_of(round_: int) -> list[Group]:
@@ -99,11 +112,11 @@ class Resumes:
                 out.write(f"{event.detail or 'restored'}\n")
 
 
-def work(engine: NativeEngine, directory: Path, log: Path, kill_at: tuple[int, int] | None) -> None:
+def work(kind: Kind, engine: Any, directory: Path, log: Path, kill_at: tuple[int, int] | None) -> None:
     """The trainer's side: submits, collects, and writes down what it got, one line a delivery.
 
     kill_at: hand-overs that begin before the count of statements does, and that count."""
-    engine.kv.tiers = Tiers()
+    kind.give_tiers(engine, Tiers())
     engine.listener = resumes = Resumes(directory / "resumes")
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     with SampleStore(directory / "store", commit_every=0.0) as store, log.open("a") as out:
@@ -184,9 +197,9 @@ def kv_files(directory: Path) -> set[str]:
     return {file.name for file in folder.iterdir()} if folder.exists() else set()
 
 
-def main(root: Path, kills: int, seed: int) -> None:
+def main(root: Path, kills: int, seed: int, kind: Kind = Kind()) -> None:
     rng = random.Random(seed)
-    engine = make_engine()
+    engine = kind.make()
     reference = Rollout(engine)
     reference.submit([g for round_ in range(ROUNDS) for g in groups_of(round_)])
     start = time.perf_counter()
@@ -207,7 +220,7 @@ def main(root: Path, kills: int, seed: int) -> None:
                 try:
                     if way == "file":
                         kill_in_files(int(10 ** rng.uniform(0, 2)))
-                    work(engine, directory, log, kill_at if by_statement else None)
+                    work(kind, engine, directory, log, kill_at if by_statement else None)
                 except BaseException as error:
                     print(repr(error), file=sys.stderr, flush=True)
                     os._exit(1)
@@ -239,7 +252,7 @@ def main(root: Path, kills: int, seed: int) -> None:
         assert sorted(got) == sorted(expected), "a group is missing, or came twice"
         for _, groups in deliveries:
             for name, samples in groups.items():
-                assert samples == expected[name], f"group {name} has other tokens or log-probabilities"
+                assert kind.is_same(samples, expected[name]), f"group {name} has other tokens or log-probabilities"
         found["groups delivered"] += len(got)
         with SampleStore(directory / "store") as store:
             store.check_integrity()

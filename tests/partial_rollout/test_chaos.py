@@ -68,18 +68,14 @@ def answer(request: TurnRequest, seconds: float) -> Turn:
 
 
 class Chaos:
+    most = 9
+    """Tokens of a prompt."""
+
     def __init__(self, name: str, seed: int, **settings: Any) -> None:
-        self.rng = rng = random.Random(f"{name}{seed}")
+        self.rng = random.Random(f"{name}{seed}")
         clock = VirtualClock()
-        self.engine = SimulatedEngine(
-            cost=LinearCost(base=1.0, per_seq=0.1, per_token=0.01),
-            lengths=script,
-            clock=clock,
-            slots=6,
-            kv_tokens=400,
-            save_seconds=0.001,
-            kv_on_update=rng.choice(["keep", "recompute"]),
-        )
+        self.engine: Any = self.make_engine(clock)
+        self.made_before = self.engine.stats().num_output_tokens
         self.raise_in = 0
         step = self.engine.step
 
@@ -92,7 +88,7 @@ class Chaos:
             self.check()
             return out
 
-        self.engine.step = raising  # type: ignore[method-assign]
+        self.engine.step = raising
         self.grader = VirtualBackground(clock, grade, lambda r: random.Random(r.sample_id).random() * 40, workers=2)
         self.environment = VirtualBackground(clock, answer, lambda r: random.Random(r.sample_id).random() * 30)
         self.submitted: list[Group] = []
@@ -111,14 +107,30 @@ class Chaos:
             **settings,
         )
 
+    def make_engine(self, clock: VirtualClock) -> Any:
+        return SimulatedEngine(
+            cost=LinearCost(base=1.0, per_seq=0.1, per_token=0.01),
+            lengths=script,
+            clock=clock,
+            slots=6,
+            kv_tokens=400,
+            save_seconds=0.001,
+            kv_on_update=self.rng.choice(["keep", "recompute"]),
+        )
+
+    def params(self, n: int) -> SamplingParams:
+        return SamplingParams(n=n, max_tokens=CAP)
+
+    def weights(self) -> dict[str, Any]:
+        return {}
+
     def listen(self, event: Any) -> None:
         if event.kind == "discard" and not event.sample:
             self.discarded[event.group] += 1
 
     def group(self) -> Group:
-        n = self.rng.randint(1, 4)
-        params = SamplingParams(n=n, max_tokens=CAP)
-        group = Group.from_prompt(f"p{len(self.submitted)}", [3] * self.rng.randint(1, 9), params)
+        params = self.params(self.rng.randint(1, 4))
+        group = Group.from_prompt(f"p{len(self.submitted)}", [3] * self.rng.randint(1, self.most), params)
         for sample in group.samples:
             sample.multi_turn = self.rng.random() < 0.3
         self.submitted.append(group)
@@ -147,7 +159,7 @@ class Chaos:
                     rollout.cancel(chosen)
                     self.cancelled |= set(chosen)
             if rng.random() < 0.4:
-                rollout.update_weights({}, self.engine.version + rng.randint(1, 2))
+                rollout.update_weights(self.weights(), self.engine.version + rng.randint(1, 2))
             self.collect()
         self.raise_in = 0
         for _ in range(200):
@@ -194,12 +206,16 @@ RULES: dict[str, dict[str, Any]] = {
 def test_chaos(name: str, rules: str) -> None:
     chaos = Chaos(name, 0, **RULES[rules])
     chaos.run(400)  # times 49: twenty thousand in all
+    check_end(chaos)
+
+
+def check_end(chaos: Chaos) -> None:
     for group in chaos.submitted:
         assert chaos.handed[group.id] + chaos.discarded[group.id] == 1, (group.id, chaos.handed[group.id])
     assert all(chaos.discarded[group_id] for group_id in chaos.cancelled)
     ledger = chaos.rollout.store.ledger
     assert ledger.pending == 0 and not chaos.engine.has_work
-    assert ledger.generated == chaos.engine.stats().num_output_tokens
+    assert ledger.generated == chaos.engine.stats().num_output_tokens - chaos.made_before
     assert chaos.grader.num_pending == chaos.environment.num_pending == 0
     stats = chaos.engine.stats()
     assert stats.num_free_blocks == stats.num_blocks

@@ -13,6 +13,7 @@ from tests.partial_rollout.conftest import letters, make_model  # noqa: F401 - l
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
 
 from longtail import Group, Sample
+from longtail.events import ignore
 
 if TYPE_CHECKING:
     from longtail.partial_rollout.engines.vllm import VllmEngine
@@ -100,3 +101,41 @@ def assert_same(got: Sample, expected: Sample, noise: float = NOISE) -> None:
     torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(expected.logprobs), atol=noise, rtol=0)
     assert (got.finish_reason, got.stop_reason) == (expected.finish_reason, expected.stop_reason)
     got.check_integrity()
+
+
+@pytest.fixture(scope="session")
+def saving_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.vllm.kv_helpers import save_model
+
+    return save_model(tmp_path_factory.mktemp("saving"))
+
+
+@pytest.fixture(scope="session")
+def saving_engine(saving_model: Path) -> VllmEngine:
+    from tests.vllm.kv_helpers import SETTINGS
+
+    from longtail.partial_rollout.engines.vllm import VllmEngine
+
+    return VllmEngine(saving_model, **SETTINGS)
+
+
+@pytest.fixture
+def saving(saving_engine: VllmEngine) -> Iterator[VllmEngine]:
+    """Saves KV to tiers of the test's own, with nothing cached, with the weights of its model. All blocks must be free
+    in the end."""
+    from tests.vllm.kv_helpers import make_model
+
+    from longtail.kv_manager.tiers import Tiers
+
+    engine, saver = saving_engine, saving_engine.saver
+    assert saver is not None
+    fingerprint = saver.fingerprint
+    saver.tiers, engine.listener = Tiers(), ignore
+    engine.reset_prefix_cache()
+    yield engine
+    engine.pause(snapshot=False)
+    engine.check_integrity()
+    assert engine.core.num_free_blocks == engine.core.num_blocks
+    if saver.fingerprint != fingerprint:
+        engine.update_weights(make_model().state_dict(), engine.version + 1)
+    assert saver.fingerprint == fingerprint

@@ -56,7 +56,7 @@ def test_cut(make_vllm: EngineMaker, params: dict) -> None:
         engine.pause([sample.id])
         run(engine, [sample])
         assert_same(sample, expected)
-        assert [s.kv for s in sample.segments] == ["computed", "recomputed"]  # both later stays are recomputed ones
+        assert [s.kv for s in sample.segments] == ["computed", "restored"]  # both later stays
 
 
 @names

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from longtail.kv_manager.encoding import Encoding
 from longtail.partial_rollout.engines.native.config import KVOnUpdate, LogprobsMode
 
 SamplingMode = Literal["counter", "vllm"]
@@ -26,7 +27,7 @@ OWN_ARGS = {
     "worker_extension_cls": "the engine has its own",
     "skip_tokenizer_init": "use tokenizer",
     "tokenizer": "use tokenizer",
-    "kv_transfer_config": "use saver",
+    "kv_transfer_config": "use save_kv and tiers",
 }
 """EngineArgs that the engine sets, and what to do about them."""
 
@@ -62,6 +63,11 @@ class VllmSettings:
     softmax of the model's logits."""
     kv_on_update: KVOnUpdate = "recompute"
     """After a weight update: compute unfinished samples' KV again, or keep what older weights made."""
+    save_kv: bool = True
+    """Pauses save the KV through a connector of ours, so that samples go on without computing it again, also in another
+    process. False: what vLLM's prefix cache still has of it, is used."""
+    snapshot_encoding: Encoding = "exact"
+    """How saved KV is written; "int8", "fp8": smaller and not exact."""
     dtype: str | None = None
     """None: float32 on a CPU, else the model's own."""
     enforce_eager: bool | None = None
@@ -79,6 +85,7 @@ class VllmSettings:
             "sampling": ("counter", "vllm"),
             "logprobs_mode": ("processed", "raw"),
             "kv_on_update": ("recompute", "keep"),
+            "snapshot_encoding": ("exact", "int8", "fp8"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

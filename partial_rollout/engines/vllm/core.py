@@ -56,8 +56,6 @@ class Pass:
     num_drafts: int
     preempted: list[str]
     """Requests that lost their blocks."""
-    brought: dict[str, int]
-    """Of requests that are new in it, how many tokens' KV a connector brought."""
 
 
 class Core:
@@ -66,6 +64,7 @@ class Core:
     def __init__(self, model: str, settings: VllmSettings, extra_args: Mapping[str, Any]) -> None:
         # Read by vLLM where it builds an engine, not as it is imported.
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else a CPU's worker has a process of its own
         if settings.sampling == "counter":
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the runner whose sampler is replaced
         if settings.batch_invariant:
@@ -93,7 +92,6 @@ class Core:
         self._look()
         self._stamp = itertools.count()
         self._scheduled: SchedulerOutput | None = None
-        self._brought: dict[str, int] = {}
         self._schedule = self.scheduler.schedule
         self.scheduler.schedule = self._recorded
 
@@ -217,15 +215,11 @@ class Core:
 
     def _recorded(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._scheduled = self._schedule(*args, **kwargs)
-        for new in self._scheduled.scheduled_new_reqs:
-            if (request := self.request(new.req_id)) is not None and request.prefill_stats is not None:
-                self._brought[new.req_id] = request.prefill_stats.num_external_cached_tokens
         return self._scheduled
 
     def step(self) -> Pass:
         """One forward pass over what vLLM's scheduler chooses."""
         self._scheduled = None
-        self._brought.clear()
         emitted = []
         for out in self.llm.step():
             (made,) = out.outputs
@@ -233,7 +227,7 @@ class Core:
             tokens = list(made.token_ids)
             emitted.append(Emitted(out.request_id.rpartition("#")[0], tokens, logprobs, made.finish_reason))
         if (s := self._scheduled) is None:
-            return Pass(emitted, {}, {}, 0, [], {})
+            return Pass(emitted, {}, {}, 0, [])
         cached, drafts = s.scheduled_cached_reqs, s.scheduled_spec_decode_tokens
         return Pass(
             emitted,
@@ -242,7 +236,6 @@ class Core:
             counts={i: n - len(drafts.get(i, ())) for i, n in s.num_scheduled_tokens.items()},
             num_drafts=sum(token >= 0 for own in drafts.values() for token in own),  # the others fill a row up
             preempted=list(s.preempted_req_ids or ()),
-            brought=dict(self._brought),
         )
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -255,6 +248,11 @@ class Core:
     @property
     def num_free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def block_table(self, request_id: str) -> list[int]:
+        """Of a request of a model whose layers all keep the same; empty if it has ended, or has no blocks."""
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        return list(table)
 
     @property
     def block_size(self) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longtail.events import Event, Listener, ignore
+from longtail.kv_manager.tier_config import TierConfig
 from longtail.kv_manager.tiers import Tiers
 from longtail.partial_rollout.engine import EngineStats, StepOutput
 from longtail.partial_rollout.engines.native.journal import Journal
@@ -30,7 +31,7 @@ from longtail.partial_rollout.engines.native.stop_text import StopText
 from longtail.partial_rollout.engines.native.verification import Verdict
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
 from longtail.partial_rollout.engines.vllm.core import Core, Emitted, Pass, check_directory
-from longtail.partial_rollout.engines.vllm.saver import KVSaver
+from longtail.partial_rollout.engines.vllm.saver import make_saver
 from longtail.partial_rollout.engines.vllm.weights import Updater
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
@@ -52,8 +53,8 @@ class VllmEngine:
     """Runs models on vLLM, in this process.
 
     model: a directory or hub id. tokenizer: needed for stop strings only; loaded from the model's directory when the
-    first sample asks for one. version: of the model's weights. saver: saves the KV of paused samples and brings it back
-    (None: it is in the prefix cache for as long as it is not displaced). Settings: `VllmSettings`.
+    first sample asks for one. version: of the model's weights. tiers: where saved KV goes (by default to host memory,
+    without limit). Settings: `VllmSettings`.
     Thread-safe: calls wait for the step in flight.
     """
 
@@ -66,7 +67,7 @@ class VllmEngine:
         version: int = 0,
         listener: Listener = ignore,
         clock: Callable[[], float] = time.perf_counter,
-        saver: KVSaver | None = None,
+        tiers: TierConfig | None = None,
         **settings: Any,
     ) -> None:
         check_known_fields(VllmSettings, settings)
@@ -76,16 +77,16 @@ class VllmEngine:
         source = check_directory(model)
         self.name = name
         self.now = clock
-        self.saver = saver
+        self.saver = make_saver(config, tiers, clock)
         self._journal = Journal(name, listener, clock)
         self._stop_text = StopText(tokenizer, source)
-        self.core = Core(source, config, {} if saver is None else saver.engine_args())
+        self.core = Core(source, config, {} if self.saver is None else self.saver.engine_args())
         self.vocab_size, self.eos_token_ids = self.core.vocab_size, self.core.eos_token_ids
         self.max_model_len = self.core.max_model_len
         if config.sampling == "counter":
             self.core.sample_by_counter(config.logprobs_mode == "raw")
-        if saver is not None:
-            saver.start(self.core, version)
+        if self.saver is not None:
+            self.saver.start(self.core)
         self._updater = Updater(self.core, source)
         self._version = PolicyVersion(version)
         self._epoch = 0
@@ -114,7 +115,8 @@ class VllmEngine:
 
     @property
     def tiers(self) -> Tiers | None:
-        return None if self.saver is None else self.saver.tiers
+        """None where no KV is saved: `save_kv`, several workers, a model whose layers keep different things."""
+        return None if self.saver is None or self.saver.unavailable is not None else self.saver.tiers
 
     @property
     def num_free_slots(self) -> int:
@@ -204,7 +206,7 @@ class VllmEngine:
             stay = stays[request_id]
             stay.num_computed_tokens = before
             if stay.admitted_at is None:
-                self._admitted(stay, start, done.brought.get(request_id, 0))
+                self._admitted(stay, start)
             stay.num_computed_tokens += done.counts[request_id]
         outcomes = []
         for e in done.emitted:
@@ -287,11 +289,11 @@ class VllmEngine:
             self._updater.load(checked, version)
             self._version = PolicyVersion(version)
             if self.saver is not None:
-                self.saver.update_weights(checked, version)
+                self.saver.update_weights(checked)
             for stay in list(self._stays.values()):
-                if self._keeps and stay.admitted_at is not None:
+                if self.config.kv_on_update == "keep" and stay.admitted_at is not None:
                     stay.kv = "kept"
-                elif stay.request_id and not (self._keeps and stay.sample.output_ids):
+                elif stay.request_id and not (self._finds_older and stay.sample.output_ids):
                     if stay.admitted_at is not None:
                         self._back_to_waiting(stay, "weight update")
                     self._resubmit(stay)
@@ -327,6 +329,8 @@ class VllmEngine:
             requests = {stay.request_id for stay in self._stays.values() if stay.request_id}
             assert set(self.core.scheduler.requests) == requests, "vLLM's requests are not those of the samples"
             assert set(self.core.llm.output_processor.request_states) == requests
+            if self.saver is not None:
+                self.saver.check_integrity([i for i, stay in self._stays.items() if stay.request_id])
             assert requests or self.core.num_free_blocks == self.core.num_blocks, "blocks are held by nobody"
             full = {id(stay) for stay in self._full}
             for stay in self._stays.values():
@@ -346,19 +350,25 @@ class VllmEngine:
     # -- requests and leaving -----------------------------------------------------------------------------------------
 
     def _submit(self, stay: Stay) -> None:
-        params = None if self.saver is None else self.saver.load_params(stay.sample)
-        by_counter = self.config.sampling == "counter"
-        stay.salt = self._left.pop(stay.sample.id, f"{self._version}.{self._epoch}")
+        salt, params, by_counter = f"{self._version}.{self._epoch}", None, self.config.sampling == "counter"
+        if self.saver is None:
+            stay.salt = self._left.pop(stay.sample.id, salt)
+        else:
+            params = self.saver.offer(stay.sample)
+            stay.salt = f"{salt}.{self.saver.salt(stay.sample.id)}"
         stay.request_id = self.core.submit(stay.sample, stay.salt, by_counter, params)
         stay.num_computed_tokens, stay.kv = 0, "computed"
 
     @property
-    def _keeps(self) -> bool:
-        return self.config.kv_on_update == "keep"
+    def _finds_older(self) -> bool:
+        """Whether KV of older weights is found in the prefix cache; where KV is saved, it is what the snapshot has."""
+        return self.config.kv_on_update == "keep" and self.saver is None
 
     def _withdraw(self, stay: Stay) -> None:
         if stay.request_id:
             self.core.withdraw(stay.request_id)
+            if self.saver is not None:
+                self.saver.leave(stay.sample.id)
             stay.request_id = ""
 
     def _resubmit(self, stay: Stay) -> None:
@@ -377,21 +387,23 @@ class VllmEngine:
                     self._back_to_waiting(stay, "lost step")
                 self._resubmit(stay)
 
-    def _admitted(self, stay: Stay, at: float, restored: int) -> None:
-        """The sequence has its slot and its blocks: records it. restored: tokens whose KV a connector brought."""
+    def _admitted(self, stay: Stay, at: float) -> None:
+        """The sequence has its slot and its blocks: records it."""
         sample = stay.sample
-        if self.saver is not None and restored:
-            stay.kv = self.saver.loaded(sample)
-        elif stay.num_computed_tokens and not stay.salt.startswith(f"{self._version}."):
-            stay.kv = "kept"
+        restored, took, refused = 0, 0.0, None
+        if self.saver is not None:
+            admission = self.saver.admission(sample.id)
+            stay.kv, restored = admission.kv, admission.num_restored_tokens
+            took, refused = admission.seconds, admission.refused
         else:
             stay.kv = "recomputed" if sample.output_ids else "computed"
-        refused = None
-        if sample.snapshot is not None:
-            refused = "this engine saves no KV" if self.saver is None else self.saver.refused(sample)
-        if restored or refused is not None:
+            if stay.num_computed_tokens and not stay.salt.startswith(f"{self._version}."):
+                stay.kv = "kept"
+            if sample.snapshot is not None:
+                refused = "this engine saves no KV (save_kv, or several workers)"
+        if restored or stay.kv == "restored" or refused is not None:
             detail = "" if refused is None else f"refused: {refused}"
-            self._journal.emit("restore", stay, time=at, num_tokens=restored, detail=detail)
+            self._journal.emit("restore", stay, time=at, duration=took, num_tokens=restored, detail=detail)
         sample.snapshot = None
         if sample.output_ids:
             again = stay.num_tokens - 1 - sample.num_unread - stay.num_computed_tokens
@@ -419,15 +431,15 @@ class VllmEngine:
         sample = stay.sample
         if not snapshot:
             sample.snapshot = None
-        elif self.saver is not None and stay.admitted_at is not None and self.core.request(stay.request_id) is not None:
+        elif self._can_save(stay) and self.saver is not None:
             start, n = self.now(), stay.num_computed_tokens
-            sample.snapshot = self.saver.save(sample, stay.request_id, n)
+            sample.snapshot = self.saver.save(sample, self.core.block_table(stay.request_id), n)
             failed = sample.snapshot is None and n > 0
             detail = "failed: no room in host memory" if failed else ""
             self._journal.emit(
                 "save", stay, time=start, duration=self.now() - start, num_tokens=0 if failed else n, detail=detail
             )
-        if snapshot and self._keeps and stay.request_id and (stay.admitted_at is not None or sample.output_ids):
+        if snapshot and self._finds_older and stay.request_id and (stay.admitted_at is not None or sample.output_ids):
             self._left[sample.id] = stay.salt
             while len(self._left) > self.core.num_blocks:  # of more there cannot be a block left
                 del self._left[next(iter(self._left))]
@@ -437,6 +449,11 @@ class VllmEngine:
         detail = "" if sample.stop_reason is None else str(sample.stop_reason)
         self._journal.emit(kind, stay, num_tokens=len(sample.output_ids), value=kept, detail=detail)
         return sample
+
+    def _can_save(self, stay: Stay) -> bool:
+        """Whether it has blocks, and there is somewhere to save them."""
+        has_blocks = stay.admitted_at is not None and self.core.request(stay.request_id) is not None
+        return self.tiers is not None and has_blocks
 
     def _remove(self, stay: Stay) -> None:
         """Out of the engine, whether it runs or waits."""

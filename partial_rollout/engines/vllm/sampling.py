@@ -15,6 +15,7 @@ take custom logits processors together with drafts, and one could not return log
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,13 @@ class CounterSampler:
         if metadata is not None:
             flat = metadata.draft_token_ids.tolist()
             ends = np.cumsum(metadata.num_draft_tokens).tolist()
-            drafts = [flat[end - n : end] for n, end in zip(metadata.num_draft_tokens, ends, strict=True)]
+            padded = [flat[end - n : end] for n, end in zip(metadata.num_draft_tokens, ends, strict=True)]
+            drafts = [list(itertools.takewhile(lambda token: token >= 0, own)) for own in padded]
+            if drafts != padded:  # a request that comes with its KV is filled up to the shape of those with drafts
+                ends = np.cumsum([len(own) + 1 for own in padded]).tolist()
+                firsts = [end - len(own) - 1 for end, own in zip(ends, padded, strict=True)]
+                spans = [range(first, first + len(own) + 1) for first, own in zip(firsts, drafts, strict=True)]
+                logits = logits[list(itertools.chain(*spans))]
         verdicts = match(self.sampler, logits.float(), rows, drafts)
         width = 1 if metadata is None else metadata.max_spec_len + 1
         tokens = np.full((len(rows), width), -1, np.int32)

@@ -1,53 +1,113 @@
-"""What the engine asks of whoever saves the KV of paused requests and brings it back (`connector.py`)."""
+"""Saves the KV of paused requests and brings it back: the link to the connector, and what tells KV of these weights.
+
+The fingerprint is of the weights as the model holds them (names, shapes and all bytes, in the model's dtype) and of
+what else decides the KV: the architecture's settings, vLLM's version, dtypes, the kind of device. It is the same for a
+checkpoint that is loaded and for a state dict with the same numbers, so that a process that comes back with a trainer's
+checkpoint can use what an earlier one saved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+import dataclasses
+import hashlib
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longtail.kv_manager.snapshot import Snapshot
+from longtail.kv_manager.encoding import Encoding
+from longtail.kv_manager.tier_config import TierConfig
 from longtail.kv_manager.tiers import Tiers
-from longtail.sample import KVSource, Sample
+from longtail.partial_rollout.engines.vllm.config import VllmSettings
+from longtail.partial_rollout.engines.vllm.kv_cache import UnsupportedCache, open_caches
+from longtail.partial_rollout.engines.vllm.kv_link import KVLink
+from longtail.version import Fingerprint
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from longtail.partial_rollout.engines.vllm.core import Core
 
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
 
-class KVSaver(Protocol):
+
+class KVSaver(KVLink):
     """One an engine. Called between steps, in the engine's process."""
 
-    @property
-    def tiers(self) -> Tiers:
-        """Where snapshots lie."""
-        ...
+    def __init__(
+        self,
+        tiers: Tiers,
+        *,
+        encoding: Encoding = "exact",
+        keep_older: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(tiers, Fingerprint(""), encoding=encoding, keep_older=keep_older, clock=clock)
+        self._arithmetic, self._dtype, self._tied = "", torch.float32, False
 
     def engine_args(self) -> Mapping[str, Any]:
-        """Fields of vLLM's EngineArgs that it needs, such as kv_transfer_config. Before there is a core."""
-        ...
+        """Fields of vLLM's EngineArgs."""
+        return {"kv_transfer_config": self.config()}
 
-    def start(self, core: Core, version: int) -> None:
-        """The engine has its core, with weights of this version."""
-        ...
+    def start(self, core: Core) -> None:
+        """The engine has its core, with the weights of its checkpoint."""
+        from longtail.partial_rollout.engines.vllm.connector import release_worker_half
 
-    def save(self, sample: Sample, request_id: str, num_tokens: int) -> Snapshot | None:
-        """The first `num_tokens` tokens' KV of a request that runs, before it is withdrawn. None: no room."""
-        ...
+        config = core.config
+        release_worker_half()
+        try:
+            self.device, self.unavailable = open_caches(config, core.scheduler.kv_cache_config), None
+        except UnsupportedCache as error:
+            self.device, self.unavailable = None, str(error)
+        self._arithmetic, self._dtype = _arithmetic(config), config.model_config.dtype
+        self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+        weights = _checkpoint(config, core.runner.model)
+        self.fingerprint = Fingerprint(uuid.uuid4().hex) if weights is None else self._of(weights)
 
-    def load_params(self, sample: Sample) -> Mapping[str, Any] | None:
-        """For a request that is to go on from `sample.snapshot`: kv_transfer_params for the connector. None: it has
-        none that can be used, and `refused` says why."""
-        ...
+    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """These are in place."""
+        self.weights_updated(self._of(weights.items()))
 
-    def loaded(self, sample: Sample) -> KVSource:
-        """What the KV is that the connector has just brought for a request of this sample."""
-        ...
+    def _of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
+        """CRC-32 of every tensor, in the model's dtype."""
+        found: dict[str, str] = {}
+        for name, tensor in weights:
+            if "inv_freq" in name or (self._tied and name == "lm_head.weight"):
+                continue
+            data = tensor.detach().to(self._dtype).contiguous().cpu().view(-1).view(torch.uint8).numpy().data
+            found[name] = f"{name}{tuple(tensor.shape)}{zlib.crc32(data):08x}"
+        digest = hashlib.blake2b(self._arithmetic.encode(), digest_size=12)
+        for name in sorted(found):
+            digest.update(found[name].encode())
+        return Fingerprint(digest.hexdigest())
 
-    def refused(self, sample: Sample) -> str | None:
-        """Why `sample.snapshot` was not used, or not wholly; None: it was, or there is none."""
-        ...
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """These are in place: what is saved from here on is theirs."""
-        ...
+def make_saver(config: VllmSettings, tiers: TierConfig | None, clock: Callable[[], float]) -> KVSaver | None:
+    """None where no KV is to be saved, or where it lies in several processes."""
+    if not config.save_kv or any(config.engine_args.get(name, 1) != 1 for name in PARALLEL):
+        return None
+    keep = config.kv_on_update == "keep"
+    return KVSaver(Tiers(tiers), encoding=config.snapshot_encoding, keep_older=keep, clock=clock)
+
+
+def _arithmetic(config: VllmConfig) -> str:
+    """What besides the weights decides the KV."""
+    from vllm import __version__
+
+    model, cache = config.model_config, config.cache_config
+    left_out = ("_name_or_path", "transformers_version", "dtype")
+    settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in left_out}
+    kinds = (model.dtype, cache.cache_dtype, model.quantization, config.device_config.device_type)
+    return f"vllm {__version__} {kinds} {sorted(settings.items(), key=str)}"
+
+
+def _checkpoint(config: VllmConfig, model: Any) -> Iterable[tuple[str, torch.Tensor]] | None:
+    """Name and tensor of all that the model was loaded from; None where vLLM's loader does not read tensors (its KV is
+    then of use in this process only)."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader: Any = get_model_loader(dataclasses.replace(config.load_config, use_tqdm_on_load=False))
+    return loader.get_all_weights(config.model_config, model) if hasattr(loader, "get_all_weights") else None
