@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +46,10 @@ def audit(
     tolerance: Annotated[float, typer.Option(help="What rounding may do to a log-probability")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and samples")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads", show_default="all; 1 for tiny")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Greedy samples alone")] = False,
+    uncorrected: Annotated[
+        bool, typer.Option("--uncorrected", help="vllm: as it is installed, its known faults not corrected")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as the last line of stdout")] = False,
 ) -> None:
@@ -62,14 +67,16 @@ def audit(
         effect=effect,
         false_alarm=false_alarm,
         tolerance=tolerance,
+        only_greedy=greedy,
         seed=seed,
     )
-    if engine == "vllm":
-        raise ValueError(
-            "engine vllm: the audit of vLLM comes with the vLLM engine, which this version does not have; use native"
-        )
-    with console.status("loading the model") as status:
-        subject, reference = _native(model, numerics, threads)
+    if uncorrected and engine != "vllm":
+        raise ValueError("uncorrected: it is vLLM whose faults are corrected; leave it out, or use --engine vllm")
+    with console.status("loading the model") as status, tempfile.TemporaryDirectory() as scratch:
+        if engine == "vllm":
+            subject, reference = _vllm(model, not uncorrected, Path(scratch))
+        else:
+            subject, reference = _native(model, numerics, threads)
         report = spec_audit.audit(subject, reference, config, progress=lambda text: status.update(text))
     console.print(spec_audit.table(report))
     for sentence in spec_audit.sentences(report):
@@ -101,6 +108,25 @@ def _native(model: str | None, numerics: str, threads: int | None) -> tuple[Any,
         threads=threads,
     )
     return subject, ModelReference(loaded)
+
+
+def _vllm(model: str | None, corrected: bool, scratch: Path) -> tuple[Any, Any]:
+    from longtail.bench.models import is_made, resolve_model
+    from longtail.bench.spec_audit_engine import tiny_model
+    from longtail.bench.spec_audit_reference import ModelReference
+    from longtail.bench.spec_audit_vllm import TINY, VllmSize, VllmUnderAudit
+
+    if model is None:
+        model = "smollm2-135m" if is_made("smollm2-135m") else "tiny"
+    console.print(f"model {model}{'' if corrected else ', vLLM uncorrected'}", style="dim", highlight=False)
+    if model == "tiny":
+        loaded, tokenizer = tiny_model(**TINY[corrected])
+        loaded.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        return VllmUnderAudit(scratch, corrected=corrected), ModelReference(loaded)
+    source = str(resolve_model(model))
+    loaded, _ = _load(source)
+    return VllmUnderAudit(source, corrected=corrected, size=VllmSize(slots=32)), ModelReference(loaded)
 
 
 def _load(source: str) -> tuple[Any, Any]:
