@@ -1,5 +1,6 @@
 # Each target works from a bare Python 3.11: what it needs is set up on first use and remembered in $(VENV)/.stamp-*.
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 OUT ?= runs/demo
 
@@ -12,10 +13,10 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck clean
+.PHONY: help demo test test-vllm lint typecheck clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
 demo: $(VENV)/.stamp-model  ## run the benchmark on a real small model and write a report
 	$(bin)/longtail bench --out $(OUT)
@@ -30,6 +31,12 @@ test: $(VENV)/.stamp-dev $(VENV)/.stamp-model  ## run all tests, the slow ones t
 	    echo "pytest tests/triton"; $(bin)/pytest tests/triton || failed=1; \
 	    wait $$other || failed=1; echo "pytest tests/triton_compile"; cat $$log; rm -f $$log; exit $$failed
 
+test-vllm: $(VLLM_VENV)/.stamp  ## run the tests of the vLLM engine on vLLM's CPU build, in an environment of its own
+	@# Intel's OpenMP first, one thread: ten times the speed. In one process: `import vllm` takes long.
+	env -u OMP_WAIT_POLICY LD_PRELOAD=$(abspath $(VLLM_VENV))/lib/libiomp5.so OMP_NUM_THREADS=1 \
+	    VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
+	    VLLM_LOGGING_LEVEL=ERROR $(VLLM_VENV)/bin/pytest tests/vllm
+
 lint: $(VENV)/.stamp-dev  ## check style and imports
 	$(bin)/ruff check .
 
@@ -37,7 +44,7 @@ typecheck: $(VENV)/.stamp-dev  ## check types
 	$(bin)/mypy
 
 clean:  ## remove the environment and what tools left behind; keeps runs/ and the models' cache
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
@@ -54,6 +61,13 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 	$(pip) install -qq -c constraints.txt -e '.[dev,trl]'
 	@touch $@ $(VENV)/.stamp-run
+
+# vLLM excludes versions that longtail is tested with: all versions are of that environment, longtail adds none.
+$(VLLM_VENV)/.stamp: tests/vllm/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps -r tests/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps -e .
+	@touch $@
 
 $(VENV)/.stamp-model: | $(VENV)/.stamp-run
 	$(bin)/longtail model smollm2-135m

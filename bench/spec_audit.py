@@ -197,7 +197,8 @@ def audit(
         left_out += [f"distribution: {name}" for name in config.cases if name not in tested]
     else:
         left_out.append("the distribution")
-    return AuditReport(engine.name, engine.verification, engine.exact, config, findings, clock() - start, tuple(left_out))
+    seconds = clock() - start
+    return AuditReport(engine.name, engine.verification, engine.exact, config, findings, seconds, tuple(left_out))
 
 
 def _streams(

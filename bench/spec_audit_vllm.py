@@ -26,8 +26,8 @@ outcomes of a small vocabulary can be counted."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VllmSize:
-    """Of the engine under audit. A pass takes all prompts whole (up to 64 tokens each): where a seeded sample's prompt is
-    computed in chunks, vLLM on a CPU fails ("CPU Generator does not use offset")."""
+    """Of the engine under audit. A pass takes all prompts whole (up to 64 tokens each): where a seeded sample's prompt
+    is computed in chunks, vLLM on a CPU fails ("CPU Generator does not use offset")."""
 
     slots: int = 128
     max_model_len: int = 512
@@ -55,17 +55,18 @@ class VllmUnderAudit:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ[correction.SWITCH] = "1" if corrected else "0"
         self.model, self.size = str(model), size or VllmSize()
-        # min_p: with drafts vLLM says that it does not take it. The others: stock vLLM may crash (an index out of
-        # uninitialised memory), which would end the audit before it has found anything.
-        self.refuses: tuple[str, ...] = ("min_p",) if corrected or not correction.faults() else ("min_p", "top_k", "top_p")
         config = AutoConfig.from_pretrained(self.model)
         self.vocab_size = int(config.vocab_size)
         eos = config.eos_token_id
         if (Path(self.model) / "generation_config.json").exists():
             eos = GenerationConfig.from_pretrained(self.model).eos_token_id
         self.eos: Tokens = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+        self.refuses: tuple[str, ...] = ("min_p",)  # vLLM says that it does not take it with drafts
         if not corrected:
             correction.undo()
+            if not set(correction.faults()) <= {*correction.STARTING, correction.MIN_TOKENS}:
+                # It may crash with an index out of uninitialised memory before the audit has found anything.
+                self.refuses += ("top_k", "top_p")
         correction.correct(None if corrected else correction.STARTING)
         self._kv_bytes = _kv_bytes(config, self.size)
         self._llm: Any = None

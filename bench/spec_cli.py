@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,9 +73,11 @@ def audit(
     )
     if uncorrected and engine != "vllm":
         raise ValueError("uncorrected: it is vLLM whose faults are corrected; leave it out, or use --engine vllm")
-    with console.status("loading the model") as status, tempfile.TemporaryDirectory() as scratch:
+    with console.status("loading the model") as status, ExitStack() as opened:
         if engine == "vllm":
-            subject, reference = _vllm(model, not uncorrected, Path(scratch))
+            scratch = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+            subject, reference = _vllm(model, not uncorrected, scratch)
+            opened.callback(subject.close)
         else:
             subject, reference = _native(model, numerics, threads)
         report = spec_audit.audit(subject, reference, config, progress=lambda text: status.update(text))

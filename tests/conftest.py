@@ -1,7 +1,7 @@
 """Which tests need a process of their own: those are left out of a run unless they are named.
 
 Triton either interprets kernels or compiles them, decided once in a process, and the other tests want neither.
-`make test` runs all three parts.
+`make test` runs these. tests/vllm has an environment of its own: `make test-vllm`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-OWN_PROCESS = {Path(__file__).parent / "triton", Path(__file__).parent / "triton_compile"}
+OWN_PROCESS = {Path(__file__).parent / name for name in ("triton", "triton_compile", "vllm")}
 NO_GPU = "needs a CUDA device"
 
 

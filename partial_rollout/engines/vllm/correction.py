@@ -2,16 +2,17 @@
 
     sampling constraints    vLLM #55005. Without Triton on a CPU, the function that gives each draft position its
                             sample's temperature, top-k and top-p writes into a copy: the rejection sampler then reads
-                            uninitialised memory. Samples with drafts and temperature > 0 do not follow the model.
+                            uninitialised memory. In a batch with temperatures above 0, samples with drafts do not
+                            follow the model, greedy ones neither; with top-k the process may crash.
     top-k of no rows        The same sampler fails (max of an empty tensor) in a step that carries no drafts.
-    min_tokens of bonus     The token behind a sample's accepted drafts is kept from being a stop id as if the drafts were
-    tokens                  not there: up to k tokens longer than min_tokens says. On any platform (Model Runner V1).
+    min_tokens of bonus     The token behind a sample's accepted drafts is kept from being a stop id as if the drafts
+    tokens                  were not there: for up to k tokens more than min_tokens. On any platform (model runner V1).
     numba is there          Also without Triton: where numba has been imported, no worker starts. vLLM looks for kernels
                             in the `vars()` of all there is, and of llvmlite's wrappers that is no dict.
 
 Whether a fault is present is found by running the function in question, never by a version number, so that a vLLM
-without the fault is left alone. `correct` says once, by a warning, what it has corrected. In vLLM's own worker processes
-it runs as the entry point `vllm.general_plugins` that longtail installs (`LONGTAIL_VLLM_CORRECTIONS=0` turns that off).
+without the fault is left alone. `correct` says once, by a warning, what it has corrected. In vLLM's own worker
+processes it runs as the entry point `vllm.general_plugins` of longtail (LONGTAIL_VLLM_CORRECTIONS=0 turns that off).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class VllmNotProbed(UserWarning):
     """The installed vLLM is built in another way, so that a fault could be looked for in vain."""
 
 
-STARTING = ("numba is there",)
+CONSTRAINTS, TOP_K, MIN_TOKENS = "sampling constraints (#55005)", "top-k of no rows", "min_tokens of bonus tokens"
+NUMBA = "numba is there"
+STARTING = (NUMBA,)
 """Faults that keep an engine from starting, and have no part in what it generates."""
 
 
@@ -53,7 +56,7 @@ class Correction:
 
 def correct(names: Container[str] | None = None) -> list[str]:
     """Corrects in this process the faults that the installed vLLM has (names: only these). -> the names of those that
-    this call has corrected. A fault that cannot be looked for is said (`VllmNotProbed`): drafting is then to be audited."""
+    this call has corrected. Where a fault cannot be looked for, a warning says so (`VllmNotProbed`)."""
     done = []
     for correction in CORRECTIONS:
         if names is not None and correction.name not in names:
@@ -99,7 +102,7 @@ def plugin() -> None:
         correct()
 
 
-# -- sampling constraints (vLLM #55005) -----------------------------------------------------------------------------------
+# -- sampling constraints (vLLM #55005) -------------------------------------------------------------------------------
 
 
 def _no_kernels_of_its_own() -> bool:
@@ -167,7 +170,7 @@ def _correct_expand() -> Callable[[], None]:
     return lambda: put(original)
 
 
-# -- top-k of no rows -----------------------------------------------------------------------------------------------------
+# -- top-k of no rows -------------------------------------------------------------------------------------------------
 
 
 def _fails_without_rows() -> bool:
@@ -200,7 +203,7 @@ def _correct_top_k() -> Callable[[], None]:
     return restore
 
 
-# -- min_tokens of bonus tokens --------------------------------------------------------------------------------------------
+# -- min_tokens of bonus tokens ---------------------------------------------------------------------------------------
 
 
 def _bans_too_long() -> bool:
@@ -268,7 +271,7 @@ def _long_enough(processors: Iterable[Any], drafts: Sequence[Sequence[int]]) -> 
             processor.logits_slice, processor.restore_logits_slice = bans, restored
 
 
-# -- numba is there -------------------------------------------------------------------------------------------------------
+# -- numba is there ---------------------------------------------------------------------------------------------------
 
 
 def _stumbles_over_numba() -> bool:
@@ -306,25 +309,25 @@ def _correct_llvmlite() -> Callable[[], None]:
 
 CORRECTIONS = (
     Correction(
-        "sampling constraints (#55005)",
+        CONSTRAINTS,
         "without it samples drawn with drafts at temperature > 0 would not follow the model",
         _expands_wrongly,
         _correct_expand,
     ),
     Correction(
-        "top-k of no rows",
+        TOP_K,
         "without it a step without drafts would crash where a sample has a top_k",
         _fails_without_rows,
         _correct_top_k,
     ),
     Correction(
-        "min_tokens of bonus tokens",
+        MIN_TOKENS,
         "without it samples drawn with drafts could not end where min_tokens lets them",
         _bans_too_long,
         _correct_bans,
     ),
     Correction(
-        "numba is there",
+        NUMBA,
         "without it no worker would start once numba has been imported",
         _stumbles_over_numba,
         _correct_llvmlite,

@@ -1,13 +1,13 @@
 """longtail's drafters inside vLLM, as its custom proposer class; and vLLM's own methods by our names.
 
-    end of vLLM's step t: tokens of t are known -> Proposer.propose -> what became of the drafts verified in t
-                                                                    -> drafts for step t + 1, 0 to k of each row
+    end of vLLM's step t: tokens are known -> Proposer.propose -> what became of the drafts verified in t
+                                                               -> drafts for step t + 1, 0 to k of each row
 
 vLLM fixes the most drafts of a row (k) when an engine is made; how many a row gets, and whether any, is the controller's
 decision of each step. Who drafts can change between steps (`Proposer.use`).
 
-A row is known by its request in the runner's records: its prompt tells its group, `extra_args["longtail"]` (see
-sampling.py) where its response begins if it is a resumed one. vLLM draws a token that does not depend on a draft of one
+A row is known by its request in the runner's records: its prompt tells its group, `extra_args["longtail"]` where its
+response begins if it is a resumed one. vLLM draws a token that does not depend on a draft of one
 token without a distribution of its own, so drafts are judged by the tokens that come, verified or not.
 """
 
@@ -41,9 +41,9 @@ def is_vllms_own(choice: str) -> bool:
 
 
 def speculative_config(choice: str | None, max_drafts: int = 8) -> dict[str, Any]:
-    """vLLM's `speculative_config` for a drafter by name. None, and each of longtail's ("group", "ngram", "group>ngram"):
-    the proposer, which takes any of them at any moment; vLLM's own methods (OWN) are fixed for the engine's life and
-    draft by their own rules. max_drafts: of a row, at the most. ValueError for an unknown name."""
+    """vLLM's `speculative_config` for a drafter by name. None, and each of longtail's ("group", "group>ngram"): the
+    proposer, which takes any of them at any moment; vLLM's own methods (OWN) are fixed for the engine's life and draft
+    by their own rules. max_drafts: of a row, at the most. ValueError for an unknown name."""
     if isinstance(max_drafts, bool) or not isinstance(max_drafts, int) or max_drafts < 1:
         raise ValueError(f"max_drafts must be an integer of at least 1, not {max_drafts!r}")
     fields: dict[str, Any] = {"num_speculative_tokens": max_drafts}
@@ -93,7 +93,7 @@ def _runner(worker: Any) -> Any:
 
 
 def attach(engine: Any) -> Proposer:
-    """The proposer of an LLM or LLMEngine that was made with `speculative_config(None or one of ours)`, ready to use."""
+    """The proposer of an LLM or LLMEngine that was made with `speculative_config` of None or of one of ours."""
     runner = runner_of(engine)
     proposer = getattr(runner, "drafter", None)
     if not isinstance(proposer, Proposer):
@@ -196,8 +196,8 @@ class Proposer:
         config = controller if isinstance(controller, ControllerConfig) else controller.config
         if config.max_drafts > self.max_drafts:
             raise ValueError(
-                f"controller: max_drafts {config.max_drafts} is above the {self.max_drafts} that the engine was made for; "
-                "lower it, or make the engine with a larger num_speculative_tokens"
+                f"controller: max_drafts {config.max_drafts} is above the {self.max_drafts} that the engine was made "
+                "for; lower it, or make the engine with a larger num_speculative_tokens"
             )
         self.speculation = Speculation(drafter, cost=self._cost, controller=controller, vocab_size=self.vocab_size)
 
