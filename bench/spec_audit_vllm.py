@@ -113,6 +113,8 @@ class VllmUnderAudit:
         """Ends the engine and frees its memory."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
         self._llm = self._proposer = None
         gc.collect()
         cleanup_dist_env_and_memory()

@@ -50,7 +50,8 @@ def vllm_on(model: Path, drafter: str | None, **settings: Any) -> Iterator[Any]:
     try:
         yield llm
     finally:
-        del llm
+        llm.llm_engine.engine_core.shutdown()
+        vars(llm).clear()  # whoever still holds it, the engine goes now
         gc.collect()
         cleanup_dist_env_and_memory()
 

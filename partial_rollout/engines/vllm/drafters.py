@@ -3,8 +3,8 @@
     end of vLLM's step t: tokens are known -> Proposer.propose -> what became of the drafts verified in t
                                                                -> drafts for step t + 1, 0 to k of each row
 
-vLLM fixes the most drafts of a row (k) when an engine is made; how many a row gets, and whether any, is the controller's
-decision of each step. Who drafts can change between steps (`Proposer.use`).
+vLLM fixes the most drafts of a row (k) when an engine is made; how many a row gets, and whether any, is the
+controller's decision of each step. Who drafts can change between steps (`Proposer.use`).
 
 A row is known by its request in the runner's records: its prompt tells its group, `extra_args["longtail"]` where its
 response begins if it is a resumed one. vLLM draws a token that does not depend on a draft of one
