@@ -1,22 +1,108 @@
-"""These tests run in an environment of their own, with vLLM's CPU build: `make test-vllm`."""
+"""Engines on a real vLLM, one for many tests: it takes half a minute to import and start. Elsewhere they are skipped."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from tests.partial_rollout.conftest import letters, make_model  # noqa: F401 - letters is a fixture
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engines run in this process
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+from longtail import Group, Sample
+
+if TYPE_CHECKING:
+    from longtail.partial_rollout.engines.vllm import VllmEngine
+
+MISSING = "needs vLLM (its own environment: make test-vllm)"
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+"""vLLM's attention on a CPU takes heads of 32."""
+NOISE = 1e-4
+"""What two runs of the same tokens may differ by in a log-probability: the shapes of a pass round differently."""
+
+EngineMaker = Callable[..., "VllmEngine"]
+
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines run in this process
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise pytest.UsageError("tests/vllm needs vLLM, which is not in this environment; run `make test-vllm`")
     # Said once a process, by whichever test comes first; test_correction.py looks at it.
-    config.addinivalue_line(
-        "filterwarnings", "ignore::longtail.partial_rollout.engines.vllm.correction.VllmCorrected"
-    )
+    config.addinivalue_line("filterwarnings", "ignore:vLLM has the fault")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if Path(__file__).parent in item.path.parents and item.get_closest_marker("without_vllm") is None:
+                item.add_marker(pytest.mark.skip(reason=MISSING))
+
+
+@pytest.fixture(scope="session")
+def tiny() -> LlamaForCausalLM:
+    model = make_model("llama", **HEADS)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory: pytest.TempPathFactory, tiny: LlamaForCausalLM) -> dict[str, Path]:
+    """Of the models, by kind."""
+    qwen3 = make_model("qwen3", **HEADS)
+    assert isinstance(qwen3, Qwen3ForCausalLM)
+    paths = {}
+    for kind, model in {"llama": tiny, "qwen3": qwen3}.items():
+        paths[kind] = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(paths[kind])
+    return paths
+
+
+@pytest.fixture(scope="session")
+def make_vllm(directories: dict[str, Path]) -> Iterator[EngineMaker]:
+    """Engines with the same settings are one engine, its cache forgotten and its version as it was left."""
+    made: dict[str, VllmEngine] = {}
+
+    def make(kind: str = "llama", **settings: Any) -> VllmEngine:
+        from longtail.partial_rollout.engines.vllm import VllmEngine
+
+        settings = {"kv_cache_bytes": 4 << 20, "max_num_seqs": 8, "block_size": 32} | settings
+        key = f"{kind} {settings}"
+        if key not in made:
+            made[key] = VllmEngine(directories[kind], **settings)
+        engine = made[key]
+        assert not engine.has_work
+        engine.reset_prefix_cache()
+        return engine
+
+    yield make
+    for engine in made.values():
+        engine.core.llm.engine_core.shutdown()
+
+
+def run(engine: VllmEngine, samples: Sequence[Sample] = (), until: int | None = None) -> None:
+    """Adds samples and steps until all are done, or until the first one has `until` output tokens."""
+    engine.add(samples)
+    while engine.has_work:
+        if until is not None and len(samples[0].output_ids) >= until:
+            break
+        engine.step()
+        engine.check_integrity()
+
+
+def generate(engine: VllmEngine, *groups: Group) -> list[Sample]:
+    samples = [sample for group in groups for sample in group.samples]
+    run(engine, samples)
+    return samples
+
+
+def assert_same(got: Sample, expected: Sample, noise: float = NOISE) -> None:
+    """Equal tokens; log-probabilities up to rounding."""
+    assert got.output_ids == expected.output_ids
+    torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(expected.logprobs), atol=noise, rtol=0)
+    assert (got.finish_reason, got.stop_reason) == (expected.finish_reason, expected.stop_reason)
+    got.check_integrity()

@@ -7,24 +7,47 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from longtail.kernels.logprobs import token_logprobs
 from longtail.kernels.sample import LogitEdits, SampleBatch, row_edits, sample
-from longtail.partial_rollout.engines.native.spec import DecoderSpec
 from longtail.sample import OBSERVATION, FinishReason, Sample
+from longtail.sampling_params import SamplingParams
 from longtail.version import PolicyVersion
 
 Decode = Callable[[Sequence[int]], str]
+
+
+class Known(Protocol):
+    """Of a sample, what its next token depends on."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+    @property
+    def output_ids(self) -> list[int]: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+
+
+class Vocabulary(Protocol):
+    """Of a model, what a sample is checked against."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Position:
     """What a row of logits is to give: the token after these."""
 
-    sample: Sample
+    sample: Known
     ahead: Sequence[int] = ()
     """Drafts after the sample's output that count as committed for this row."""
 
@@ -131,7 +154,7 @@ def _turn_start(s: Sample) -> int:
 
 
 def check_sample(
-    s: Sample, spec: DecoderSpec, max_model_len: int, version: PolicyVersion, decode: Decode | None
+    s: Sample, spec: Vocabulary, max_model_len: int, version: PolicyVersion, decode: Decode | None
 ) -> None:
     """Raises a ValueError that names the sample, the field and the fix if the engine cannot (or need not) run it."""
     who = f"sample {s.id}"

@@ -138,7 +138,6 @@ class Stepper:
         for item, outcome, verdict in zip(sampled, outcomes, verdicts, strict=True):
             # One sequence after the other, so that an interrupt leaves each as it was or done with.
             self._commit(outcome, verdict, version)
-            outcome.accepted = min(verdict.accepted, outcome.emitted)
             count = item.num_tokens + outcome.emitted - 1  # the last known token is always left to compute
             lives_on = outcome.failure is None and (outcome.end is None or outcome.ends_turn)
             if self.kv.states is not None and count < item.num_tokens + len(item.drafts) and lives_on:
@@ -246,22 +245,28 @@ class Stepper:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _commit(self, outcome: Outcome, verdict: Verdict, version: PolicyVersion) -> None:
-        """Appends tokens up to the first event in order of position: the end of the sample, or a fault."""
-        seq, sample = outcome.seq, outcome.seq.sample
-        for i, (token, logprob) in enumerate(zip(verdict.tokens, verdict.logprobs, strict=True)):
-            position = len(sample.output_ids)
-            if verdict.fault is not None and i == verdict.accepted:
-                outcome.failure = f"sampling output token {position}: the logits have {verdict.fault}"
-                return
-            sample.append(token, logprob, version, self.engine, seq.kv)
-            seq.token_ids.append(token)
-            outcome.emitted += 1
-            try:
-                outcome.end = check_end(
-                    sample, self.decoder.spec.eos_token_ids, self.max_model_len, self.decode_of(sample)
-                )
-            except Exception as error:  # a tokenizer may raise anything; only this sample is the worse for it
-                outcome.failure = f"decoding output token {position} for stop strings: {error!r}"
-                return
-            if outcome.end is not None:
-                return
+        eos, longest = self.decoder.spec.eos_token_ids, self.max_model_len
+        commit(outcome, verdict, version, self.engine, lambda s: check_end(s, eos, longest, self.decode_of(s)))
+
+
+def commit(
+    outcome: Outcome, verdict: Verdict, version: PolicyVersion, engine: str, end_of: Callable[[Sample], End | None]
+) -> None:
+    """Appends tokens up to the first event in order of position: the end of the sample, or a fault."""
+    seq, sample = outcome.seq, outcome.seq.sample
+    for i, (token, logprob) in enumerate(zip(verdict.tokens, verdict.logprobs, strict=True)):
+        position = len(sample.output_ids)
+        if verdict.fault is not None and i == verdict.accepted:
+            outcome.failure = f"sampling output token {position}: the logits have {verdict.fault}"
+            break
+        sample.append(token, logprob, version, engine, seq.kv)
+        seq.token_ids.append(token)
+        outcome.emitted += 1
+        try:
+            outcome.end = end_of(sample)
+        except Exception as error:  # a tokenizer may raise anything; only this sample is the worse for it
+            outcome.failure = f"decoding output token {position} for stop strings: {error!r}"
+            break
+        if outcome.end is not None:
+            break
+    outcome.accepted = min(verdict.accepted, outcome.emitted)

@@ -13,6 +13,7 @@ the same: acceptance, residual and bonus are functions of (seed, output position
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +25,7 @@ from longtail.kernels.sample import processed_logits
 from longtail.kernels.verify import verify_drafts
 from longtail.kernels.verify_rejection import DraftBatch, verify_rejection
 from longtail.partial_rollout.engines.native.config import VerificationMode
-from longtail.partial_rollout.engines.native.sampler import Position, Sampler
+from longtail.partial_rollout.engines.native.sampler import Known, Position, Sampler
 from longtail.partial_rollout.engines.native.scheduler import Scheduled
 
 
@@ -58,17 +59,24 @@ class Match:
         self.sampler = sampler
 
     def __call__(self, logits: torch.Tensor, sampled: list[Scheduled]) -> list[Verdict]:
-        tokens, logprobs, faults = self.sampler(logits, _positions(sampled))
-        accepted = [0] * len(sampled)
-        if any(item.drafts for item in sampled):
-            drafts, cu_drafts = _packed(sampled)
-            accepted = verify_drafts(drafts, torch.from_numpy(tokens), cu_drafts).accepted.tolist()
-        verdicts, row = [], 0
-        for item, count in zip(sampled, accepted, strict=True):
-            own = slice(row, row + count + 1)
-            verdicts.append(Verdict(tokens[own].tolist(), logprobs[own].tolist(), faults.get(row + count)))
-            row += len(item.drafts) + 1
-        return verdicts
+        return match(self.sampler, logits, [item.seq.sample for item in sampled], [item.drafts for item in sampled])
+
+
+def match(
+    sampler: Sampler, logits: torch.Tensor, samples: Sequence[Known], drafts: Sequence[list[int]]
+) -> list[Verdict]:
+    """logits: [rows >= of all samples, V]; drafts: of each sample, which may be none. -> one verdict each."""
+    tokens, logprobs, faults = sampler(logits, _positions(samples, drafts))
+    accepted = [0] * len(samples)
+    if any(drafts):
+        packed, cu_drafts = _packed(drafts)
+        accepted = verify_drafts(packed, torch.from_numpy(tokens), cu_drafts).accepted.tolist()
+    verdicts, row = [], 0
+    for own, count in zip(drafts, accepted, strict=True):
+        made = slice(row, row + count + 1)
+        verdicts.append(Verdict(tokens[made].tolist(), logprobs[made].tolist(), faults.get(row + count)))
+        row += len(own) + 1
+    return verdicts
 
 
 class Rejection:
@@ -76,11 +84,12 @@ class Rejection:
         self.sampler = sampler
 
     def __call__(self, logits: torch.Tensor, sampled: list[Scheduled]) -> list[Verdict]:
-        positions = _positions(sampled)
+        offered = [item.drafts for item in sampled]
+        positions = _positions([item.seq.sample for item in sampled], offered)
         logits = logits[: len(positions)]
         rows = self.sampler.batch(positions)
         processed = processed_logits(logits, rows, in_place=not self.sampler.raw_logprobs)
-        drafts, cu_drafts = _packed(sampled)
+        drafts, cu_drafts = _packed(offered)
         firsts = (cu_drafts[:-1] + torch.arange(len(sampled))).numpy()
         batch = DraftBatch(
             cu_drafts,
@@ -101,14 +110,14 @@ class Rejection:
         return verdicts
 
 
-def _positions(sampled: list[Scheduled]) -> list[Position]:
-    return [Position(item.seq.sample, item.drafts[:j]) for item in sampled for j in range(len(item.drafts) + 1)]
+def _positions(samples: Sequence[Known], drafts: Sequence[list[int]]) -> list[Position]:
+    return [Position(s, own[:j]) for s, own in zip(samples, drafts, strict=True) for j in range(len(own) + 1)]
 
 
-def _packed(sampled: list[Scheduled]) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(drafts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """-> drafts int64 [D], and int32 [S + 1] where those of each sequence start."""
-    drafts = torch.tensor([token for item in sampled for token in item.drafts], dtype=torch.int64)
-    return drafts, torch.tensor([0, *(len(item.drafts) for item in sampled)]).cumsum(0).to(torch.int32)
+    flat = torch.tensor([token for own in drafts for token in own], dtype=torch.int64)
+    return flat, torch.tensor([0, *map(len, drafts)]).cumsum(0).to(torch.int32)
 
 
 def _distributions(sampled: list[Scheduled], vocab: int) -> torch.Tensor | None:

@@ -1,0 +1,88 @@
+"""Settings of the vLLM engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from longtail.partial_rollout.engines.native.config import KVOnUpdate, LogprobsMode
+
+SamplingMode = Literal["counter", "vllm"]
+
+OWN_ARGS = {
+    "model": "the first argument",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_model_len": "max_model_len",
+    "block_size": "block_size",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "logprobs_mode": "logprobs_mode",
+    "dtype": "dtype",
+    "enforce_eager": "enforce_eager",
+    "speculative_config": "speculative",
+    "async_scheduling": "nothing (the engine needs every token before the next step)",
+    "worker_extension_cls": "nothing (the engine's own is there)",
+    "skip_tokenizer_init": "tokenizer",
+    "tokenizer": "tokenizer",
+    "kv_transfer_config": "saver",
+}
+"""EngineArgs that the engine sets, and by which of its own settings."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Checked at construction."""
+
+    sampling: SamplingMode = "counter"
+    """counter: tokens are drawn with noise that is a function of (seed, output position, token id), with the parameters
+    and counts of the whole response: a cut, a batch or a draft changes nothing but by the model's rounding. vllm: by
+    vLLM's own sampler, whose seeds and output-only counts start again at every resume."""
+    max_num_seqs: int = 32
+    """Slots: samples that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one forward pass; longer prompts are computed in chunks."""
+    max_model_len: int | None = None
+    """Prompt and output of one sample; None: what the model was made for."""
+    block_size: int | None = None
+    """Tokens of a KV block; None: 32 on a CPU (where it must be a multiple of it), else vLLM's own choice."""
+    kv_cache_bytes: int | None = None
+    """Memory for KV blocks; None: 2 GiB on a CPU, else vLLM's share of the GPU."""
+    enable_prefix_caching: bool = True
+    """Share computed prefixes: the prompt of a group, and what a paused sample left behind."""
+    logprobs_mode: LogprobsMode = "processed"
+    """processed: under the distribution that was sampled from (after penalties, temperature, truncation); raw: under
+    softmax of the model's logits."""
+    kv_on_update: KVOnUpdate = "recompute"
+    """After a weight update: compute unfinished samples' KV again, or keep what older weights made."""
+    dtype: str | None = None
+    """None: float32 on a CPU, else the model's own."""
+    enforce_eager: bool | None = None
+    """None: True on a CPU, where compiling takes minutes, else False."""
+    speculative: Mapping[str, Any] | None = None
+    """vLLM's speculative_config: a method and its fields."""
+    engine_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further fields of vLLM's EngineArgs."""
+
+    def __post_init__(self) -> None:
+        choices = {
+            "sampling": ("counter", "vllm"),
+            "logprobs_mode": ("processed", "raw"),
+            "kv_on_update": ("recompute", "keep"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "kv_cache_bytes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
+                "not every running sample could decode in a step; raise it or lower max_num_seqs"
+            )
+        for name in self.engine_args:
+            if name in OWN_ARGS:
+                raise ValueError(f"engine_args: {name} is set by {OWN_ARGS[name]}; take it out")

@@ -1,0 +1,287 @@
+"""vLLM in this process, as far as the engine uses it: everything that knows vLLM's insides stands here.
+
+A `Request` here is one stay of a sample in vLLM: its prompt is all that the sample has, and what it makes comes out in
+steps. It ends when it is withdrawn. A sample that is paused, or whose KV is to be computed again, comes back as another
+request; what it finds computed is in the prefix cache, under its salt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longtail.errors import UnsupportedModel
+from longtail.partial_rollout.engines.vllm.config import VllmSettings
+from longtail.partial_rollout.engines.vllm.sampling import EXTENSION, KEY, row_state
+from longtail.partial_rollout.engines.vllm.versions import VllmUnsupported
+from longtail.sample import Sample
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+CPU_BLOCK_SIZE, CPU_KV_BYTES = 32, 2 << 30
+
+
+@dataclasses.dataclass(slots=True)
+class Emitted:
+    """What a request made in a step."""
+
+    sample_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    """Why vLLM itself has ended it; None: it goes on."""
+
+
+class Core:
+    """Owns the `LLMEngine`. extra_args: further EngineArgs, of our own parts."""
+
+    def __init__(self, model: str, settings: VllmSettings, extra_args: Mapping[str, Any]) -> None:
+        # Read by vLLM where it builds an engine, not as it is imported.
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if settings.sampling == "counter":
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the runner whose sampler is replaced
+        _bear_numba()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+
+        args = engine_args(model, settings, extra_args, is_cpu=current_platform.is_cpu())
+        known = {field.name for field in dataclasses.fields(EngineArgs)}
+        if unknown := sorted(set(args) - known):
+            raise ValueError(f"engine_args: vLLM's EngineArgs have no field {', '.join(unknown)}")
+        config = EngineArgs(**args).create_engine_config()
+        self.config = config
+        self.llm = LLMEngine(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_stats=True,
+            multiprocess_mode=False,
+        )
+        self._look()
+        self._stamp = itertools.count()
+        self.scheduled: SchedulerOutput | None = None
+        """By the last step."""
+        self.brought: dict[str, int] = {}
+        """Of its requests that are new, how many tokens' KV a connector brought."""
+        self._schedule = self.scheduler.schedule
+        self.scheduler.schedule = self._recorded  # type: ignore[method-assign]
+
+    def _look(self) -> None:
+        """VllmUnsupported unless the parts that this engine reads are where they are expected."""
+        for path in (
+            "engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks",
+            "engine_core.engine_core.scheduler.requests",
+            "engine_core.engine_core.scheduler.schedule",
+            "engine_core.engine_core.model_executor",
+            "output_processor.request_states",
+        ):
+            part: Any = self.llm
+            for name in path.split("."):
+                if not hasattr(part, name):
+                    raise VllmUnsupported(f"vLLM's LLMEngine has no {path} (missing: {name}); this vLLM is not known")
+                part = getattr(part, name)
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.model_config.get_vocab_size())
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        generation = self.config.model_config.try_get_generation_config()
+        eos = generation.get("eos_token_id")
+        if eos is None:
+            eos = getattr(self.config.model_config.hf_text_config, "eos_token_id", None)
+        ids = eos if isinstance(eos, list | tuple) else (eos,)
+        return tuple(i for i in ids if i is not None and 0 <= i < self.vocab_size)
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self.config.model_config.max_model_len)
+
+    def sample_by_counter(self, raw_logprobs: bool) -> None:
+        """Puts our sampler in the place of vLLM's. UnsupportedModel where its runner has none that can be replaced."""
+        executor = self.llm.engine_core.engine_core.model_executor  # type: ignore[attr-defined]
+        if self.config.use_v2_model_runner:
+            raise UnsupportedModel(
+                "model: vLLM runs it on its model runner V2, whose sampler cannot be replaced; unset "
+                "VLLM_USE_V2_MODEL_RUNNER, or use sampling='vllm'"
+            )
+        executor.collective_rpc("longtail_sample_by_counter", args=(self.eos_token_ids, raw_logprobs))
+
+    def rpc(self, method: str | Callable[[Any], Any], **kwargs: Any) -> list[Any]:
+        """Of every worker."""
+        return self.llm.collective_rpc(method, kwargs=kwargs)
+
+    @property
+    def runner(self) -> Any:
+        """The model runner of this process; None where workers have processes of their own."""
+        executor = self.llm.engine_core.engine_core.model_executor  # type: ignore[attr-defined]
+        worker = getattr(executor, "driver_worker", None)
+        return getattr(worker, "model_runner", None)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> Scheduler:
+        scheduler: Scheduler = self.llm.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        return scheduler
+
+    def request(self, request_id: str) -> Request | None:
+        """vLLM's record; None if it has ended."""
+        return self.scheduler.requests.get(request_id)
+
+    def submit(self, sample: Sample, salt: str, by_counter: bool, kv_params: Mapping[str, Any] | None) -> str:
+        """-> the request's id. The sample goes on behind what it has. salt: of its blocks in the prefix cache; requests
+        share blocks of one salt only. kv_params: for a KV connector."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        tokens = [*sample.prompt_ids, *sample.output_ids]
+        p = sample.params
+        extra: dict[str, Any] = {}
+        if kv_params is not None:
+            extra["kv_transfer_params"] = dict(kv_params)
+        if by_counter:
+            extra[KEY] = row_state(sample)
+            ours: dict[str, Any] = {"temperature": 0.0}  # all that it decides is decided by our sampler
+        else:
+            ours = {
+                "temperature": p.temperature,
+                "top_p": p.top_p,
+                "top_k": p.top_k,
+                "min_p": p.min_p,
+                "presence_penalty": p.presence_penalty,
+                "frequency_penalty": p.frequency_penalty,
+                "repetition_penalty": p.repetition_penalty,
+                "seed": sample.seed & (2**63 - 1),
+            }
+        params = SamplingParams(
+            **ours,
+            # What ends a sample is decided by the engine, with all of the sample in sight, and while it has its blocks.
+            max_tokens=self.max_model_len - len(tokens),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra or None,
+        )
+        prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt}
+        return self.llm.add_request(f"{sample.id}#{next(self._stamp)}", prompt, params)
+
+    def withdraw(self, request_id: str) -> None:
+        """Ends a request: its blocks are free, and found by those of its salt until they are needed."""
+        self.llm.abort_request([request_id], internal=True)
+
+    def step_lost(self) -> None:
+        """`step` raised: workers may not have heard which requests had ended before it, and are told again."""
+        if self.scheduled is not None:
+            self.scheduler.finished_req_ids |= self.scheduled.finished_req_ids
+
+    def _recorded(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.scheduled = self._schedule(*args, **kwargs)
+        for new in self.scheduled.scheduled_new_reqs:
+            if (request := self.request(new.req_id)) is not None and request.prefill_stats is not None:
+                self.brought[new.req_id] = request.prefill_stats.num_external_cached_tokens
+        return self.scheduled
+
+    def step(self) -> list[Emitted]:
+        """One forward pass over what vLLM's scheduler chose (`scheduled`)."""
+        self.scheduled = None
+        self.brought.clear()
+        emitted = []
+        for out in self.llm.step():
+            (made,) = out.outputs  # type: ignore[union-attr]
+            logprobs = [next(iter(at.values())).logprob for at in made.logprobs or ()]
+            tokens = list(made.token_ids)
+            emitted.append(Emitted(out.request_id.rpartition("#")[0], tokens, logprobs, made.finish_reason))
+        return emitted
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Without the null block, which is never handed out."""
+        return int(self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def block_size(self) -> int:
+        return int(self.config.cache_config.block_size)
+
+    def close(self) -> None:
+        """Gives back what vLLM holds of the process, so that another engine can start in it."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.scheduler.schedule = self._schedule  # type: ignore[method-assign]
+        self.llm.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _bear_numba() -> None:
+    """Where workers start without Triton, vLLM reads `vars(x)` of every attribute of every module, and takes it for a
+    dict. Of llvmlite's wrappers, which are there once numba is imported, it is an object that is none."""
+    from vllm.triton_utils import dispatcher
+
+    def vars_of(value: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is deprecated and is looked at all the same
+            found = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    dispatcher.vars = vars_of
+
+
+def engine_args(model: str, s: VllmSettings, extra: Mapping[str, Any], *, is_cpu: bool) -> dict[str, Any]:
+    """Fields of vLLM's EngineArgs."""
+    args: dict[str, Any] = {
+        "model": model,
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "max_num_seqs": s.max_num_seqs,
+        "max_num_batched_tokens": s.max_num_batched_tokens,
+        "enable_prefix_caching": s.enable_prefix_caching,
+        "enforce_eager": is_cpu if s.enforce_eager is None else s.enforce_eager,
+        "logprobs_mode": f"{s.logprobs_mode}_logprobs",
+        "async_scheduling": False,
+        "worker_extension_cls": EXTENSION,
+    }
+    optional = {
+        "dtype": s.dtype or ("float32" if is_cpu else None),
+        "max_model_len": s.max_model_len,
+        "block_size": s.block_size or (CPU_BLOCK_SIZE if is_cpu else None),
+        "kv_cache_memory_bytes": s.kv_cache_bytes or (CPU_KV_BYTES if is_cpu else None),
+        "speculative_config": None if s.speculative is None else dict(s.speculative),
+    }
+    args |= {name: value for name, value in optional.items() if value is not None}
+    return {**args, **s.engine_args, **extra}
+
+
+def check_directory(model: str | Path) -> str:
+    """ValueError for what is not a model directory, nor may be a hub id."""
+    if not isinstance(model, str | Path):
+        raise ValueError(
+            f"model: vLLM loads models from a directory or the hub, not a {type(model).__name__}; save it "
+            "(save_pretrained) and give the directory"
+        )
+    source = str(model)
+    if ("/" in source and source.startswith((".", "/", "~"))) or Path(source).exists():
+        source = str(Path(source).expanduser())
+        if not (Path(source) / "config.json").is_file():
+            raise ValueError(f"model: {source} is not a model directory (no config.json)")
+    return source
