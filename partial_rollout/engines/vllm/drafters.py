@@ -13,6 +13,7 @@ token without a distribution of its own, so drafts are judged by the tokens that
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,17 +93,54 @@ def _runner(worker: Any) -> Any:
     return worker.model_runner
 
 
-def attach(engine: Any) -> Proposer:
-    """The proposer of an LLM or LLMEngine that was made with `speculative_config` of None or of one of ours."""
-    runner = runner_of(engine)
+def proposer_of(runner: Any, version: int = 0, eos_token_ids: Sequence[int] = ()) -> Proposer | None:
+    """The runner's proposer, attached to it; None if it has another drafter or none. version: of the weights;
+    eos_token_ids: where requests are told to ignore them, because who makes them looks for them himself."""
     proposer = getattr(runner, "drafter", None)
     if not isinstance(proposer, Proposer):
-        raise ValueError(
-            "the engine drafts with a method of vLLM or not at all; make it with "
-            "speculative_config=drafters.speculative_config(None) to use longtail's drafters"
-        )
+        return None
+    proposer.version, proposer.eos_token_ids = PolicyVersion(version), frozenset(eos_token_ids)
     proposer.attach(runner)
     return proposer
+
+
+def attach(engine: Any) -> Proposer:
+    """The proposer of an LLM or LLMEngine that was made with `speculative_config` of None or of one of ours."""
+    proposer = proposer_of(runner_of(engine))
+    if proposer is None:
+        raise ValueError(f"the engine was not made for longtail's drafters; {_HOW}")
+    return proposer
+
+
+_HOW = "make it with speculative_config=drafters.speculative_config(None), or VllmEngine with drafter=\"group\""
+
+
+class Drafting:
+    """What an engine has of a proposer: for `VllmEngine`."""
+
+    proposer: Proposer | None
+    """longtail's drafters inside vLLM; None where the engine was made for none of them."""
+    _lock: threading.RLock
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What drafts, and what came of it (`report()`); None while none of longtail's drafters does."""
+        return None if self.proposer is None else self.proposer.speculation
+
+    def use_drafter(
+        self, drafter: str | Drafter | None, controller: Controller | ControllerConfig | None = None
+    ) -> None:
+        """As the native engine's, with longtail's drafters. ValueError if the engine was made without one, or for a
+        method of vLLM."""
+        with self._lock:
+            if self.proposer is not None:
+                self.proposer.use(drafter, controller)
+            elif drafter is not None:
+                raise ValueError(f"drafter: this engine was not made for longtail's drafters; {_HOW}")
+
+    def drafted(self, request_id: str) -> Counts:
+        """What drafting did for a request that leaves."""
+        return Counts() if self.proposer is None else self.proposer.leave(request_id)
 
 
 class Proposer:
@@ -117,6 +155,10 @@ class Proposer:
         """What drafts, and what came of it (`report()`); None while drafting is off."""
         self.version = PolicyVersion(0)
         """Of the weights that make the tokens."""
+        self.eos_token_ids: frozenset[int] = frozenset()
+        """See `proposer_of`."""
+        self.seconds = 0.0
+        """That the drafts of the last step took."""
         self.refilled = True
         """Whether others wait for the slots that become free: see `Engine.step`."""
         self._runner: Any = None
@@ -138,6 +180,7 @@ class Proposer:
         """sampled_token_ids: of this step, for each row of the runner's batch, empty where its prompt is not through;
         num_tokens_no_spec: int [rows], known tokens; token_ids_cpu: int [rows, max_model_len]. -> drafts of each row"""
         out: list[list[int]] = [[] for _ in sampled_token_ids]
+        self.seconds = 0.0
         if self.speculation is None or self._runner is None:
             return out
         end = time.perf_counter()
@@ -157,6 +200,7 @@ class Proposer:
         self._asked = list(zip(live, samples, drafts, strict=True))
         for request, draft in zip(live, drafts, strict=True):
             out[where[request]] = draft.tokens
+        self.seconds = time.perf_counter() - end
         return out
 
     # -- what the engine calls ----------------------------------------------------------------------------------------
@@ -185,6 +229,7 @@ class Proposer:
         controller that wants more drafts than the engine was made for."""
         self._asked.clear()
         self._samples.clear()
+        self._counts.clear()
         if drafter is None:
             self.speculation = None
             return
@@ -230,9 +275,9 @@ class Proposer:
             sample = self._samples.get(request)
             if sample is None:
                 sample = self._samples[request] = _sample_of(request, record, self.version)
-                self.speculation.enter(request)
+                self.speculation.enter(sample.id)
             new = tokens[sample.num_tokens :].tolist()
-            kept, goes_on = _until_end(new, sample, record)
+            kept, goes_on = _until_end(new, sample, record, self.eos_token_ids)
             sample.extend(kept, [0.0] * len(kept), self.version, "vllm", "computed")
             came[request] = len(new), len(kept)
             if goes_on:
@@ -260,6 +305,9 @@ class Proposer:
                 context=sum(sample.num_tokens for sample in samples),
                 prefill=max(self._pass.total_num_scheduled_tokens - rows, 0),
             )
+            gone = {sample.id for request, sample, _ in self._asked if request not in self._samples}
+            for sample_id in gone - {sample.id for sample in self._samples.values()}:  # left after it was asked for
+                self.speculation.forget(sample_id)
         told = {request for request, _, _ in self._asked}
         self._asked = []
         for request, (_, kept) in came.items():
@@ -273,9 +321,10 @@ class Proposer:
 
     def _forget(self, request: str) -> None:
         """It has left the runner's batch: done, or preempted, in which case it comes again with what it has."""
-        if self._samples.pop(request, None) is None or self.speculation is None:
+        sample = self._samples.pop(request, None)
+        if sample is None or self.speculation is None:
             return
-        did = self.speculation.forget(request)
+        did = self.speculation.forget(sample.id)
         if did.steps or did.draft_seconds:
             self._counts.setdefault(request, Counts()).add(did)
 
@@ -285,13 +334,14 @@ def _sample_of(request: str, record: Any, version: PolicyVersion) -> Sample:
     tokens = list(record.prompt_token_ids)
     state = (record.sampling_params.extra_args or {}).get(KEY)
     if state is None:
-        start, params = len(tokens), _params_of(record.sampling_params)
+        name, start, params = request, len(tokens), _params_of(record.sampling_params)
     else:
         start, params = state["num_prompt_tokens"], SamplingParams.from_dict(state["params"])
+        name = state.get("id", request)
     before = tokens[start:]
     return Sample(
-        id=request,
-        group_id=request,
+        id=name,
+        group_id=name,
         index=0,
         prompt_ids=tuple(tokens[:start]),
         params=params,
@@ -306,24 +356,25 @@ def _params_of(params: Any) -> SamplingParams:
     """What drafting looks at in vLLM's parameters: how a sample can end."""
     return SamplingParams(
         max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
         ignore_eos=params.ignore_eos,
         stop_token_ids=tuple(params.stop_token_ids or ()),
         stop=tuple(params.stop or ()),
     )
 
 
-def _until_end(new: list[int], sample: Sample, record: Any) -> tuple[list[int], bool]:
-    """The tokens up to the first that ends the request, and whether it goes on. The runner's records hold those behind
+def _until_end(new: list[int], sample: Sample, record: Any, eos: frozenset[int]) -> tuple[list[int], bool]:
+    """The tokens up to the first that ends the sample, and whether it goes on. The runner's records hold those behind
     it too, until the scheduler takes the request out. (A stop string is found later; what is drafted until then is lost
     and does no harm.)"""
-    params = record.sampling_params
-    made = len(sample.prompt_ids) + len(sample.output_ids) - record.num_prompt_tokens
-    cap = sample.params.max_tokens
-    left = len(new) if cap is None else cap - len(sample.output_ids)
+    own = sample.params
+    stops = record.sampling_params.all_stop_token_ids.union(own.stop_token_ids, () if own.ignore_eos else eos)
+    made = len(sample.output_ids)
+    left = len(new) if own.max_tokens is None else max(own.max_tokens - made, 0)
     for i, token in enumerate(new[:left]):
-        if token in params.all_stop_token_ids and made + i + 1 >= params.min_tokens:
+        if token in stops and made + i + 1 >= own.min_tokens:
             return new[: i + 1], False
-    return new[:left], cap is None or len(new) < left
+    return new[:left], own.max_tokens is None or len(new) < left
 
 
 def counts_of(metrics: Any) -> Counts:

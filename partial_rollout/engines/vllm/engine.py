@@ -30,6 +30,7 @@ from longtail.partial_rollout.engines.native.stop_text import StopText
 from longtail.partial_rollout.engines.native.verification import Verdict
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
 from longtail.partial_rollout.engines.vllm.core import Core, Emitted, check_directory
+from longtail.partial_rollout.engines.vllm.drafters import Drafting, proposer_of
 from longtail.partial_rollout.engines.vllm.saver import KVSaver
 from longtail.partial_rollout.engines.vllm.weights import Updater
 from longtail.sample import FinishReason, Sample
@@ -46,7 +47,7 @@ class Stay(Sequence):
     """Empty: it has none for the moment."""
 
 
-class VllmEngine:
+class VllmEngine(Drafting):
     """Runs models on vLLM, in this process.
 
     model: a directory or hub id. tokenizer: needed for stop strings only; loaded from the model's directory when the
@@ -82,6 +83,9 @@ class VllmEngine:
         self.max_model_len = self.core.max_model_len
         if config.sampling == "counter":
             self.core.sample_by_counter(config.logprobs_mode == "raw")
+        self.proposer = proposer_of(self.core.runner, version, self.eos_token_ids)
+        if config.drafter is not None and self.proposer is not None:
+            self.proposer.use(config.drafter)
         if saver is not None:
             saver.start(self.core, version)
         self._updater = Updater(self.core, source)
@@ -163,6 +167,8 @@ class VllmEngine:
         do as well; KV of that moment is not trusted, and is computed again.
         """
         with self._lock:
+            if self.proposer is not None:
+                self.proposer.refilled = refilled
             with self._journal.telling():
                 out = StepOutput(self._version)
                 self._finish_full(out)
@@ -229,7 +235,7 @@ class VllmEngine:
             num_prefill_tokens=sum(known.values()) - decoding,
             num_context_tokens=context,
             num_draft_tokens=drafts,
-            draft_seconds=0.0,
+            draft_seconds=0.0 if self.proposer is None else self.proposer.seconds,
             model_seconds=max(self.now() - start - sampling, 0.0),
             sample_seconds=sampling,
         )
@@ -297,6 +303,8 @@ class VllmEngine:
             checked = self._updater.check(weights)
             self._updater.load(checked)
             self._version = PolicyVersion(version)
+            if self.proposer is not None:
+                self.proposer.weights_updated(version)
             if self.saver is not None:
                 self.saver.update_weights(checked, version)
             keep = self.config.kv_on_update == "keep"
@@ -364,6 +372,8 @@ class VllmEngine:
 
     def _withdraw(self, stay: Stay) -> None:
         if stay.request_id:
+            if (did := self.drafted(stay.request_id)).drafted:
+                self._journal.add(did.event(self.now(), self.name, stay.sample))
             self.core.withdraw(stay.request_id)
             stay.request_id = ""
 
