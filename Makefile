@@ -1,6 +1,7 @@
 # Each target works from a bare Python 3.11: what it needs is set up on first use and remembered in $(VENV)/.stamp-*.
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VERL_VENV ?= .venv-verl
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 OUT ?= runs/demo
 
@@ -13,7 +14,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint typecheck clean
+.PHONY: help demo test test-areal test-verl test-vllm lint typecheck clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -31,6 +32,13 @@ test: $(VENV)/.stamp-dev $(VENV)/.stamp-model  ## run all tests, the slow ones t
 	    echo "pytest tests/triton"; $(bin)/pytest tests/triton || failed=1; \
 	    wait $$other || failed=1; echo "pytest tests/triton_compile"; cat $$log; rm -f $$log; exit $$failed
 
+test-areal: $(VENV)/.stamp-areal  ## run the server's test with AReaL's own client (400 MB more)
+	OMP_NUM_THREADS=1 LONGTAIL_AREAL_PYTHON=$(abspath $(VENV)-areal/bin/python) \
+	    $(bin)/pytest tests/trainer_adapter/server/test_areal.py
+
+test-verl: $(VERL_VENV)/.stamp  ## run the tests of the plugin for verl, in an environment of its own
+	$(VERL_VENV)/bin/pytest tests/verl
+
 test-vllm: $(VLLM_VENV)/.stamp  ## run the tests of the vLLM engine on vLLM's CPU build, in an environment of its own
 	@# Intel's OpenMP first, one thread: ten times the speed. In one process: `import vllm` takes long.
 	env -u OMP_WAIT_POLICY LD_PRELOAD=$(abspath $(VLLM_VENV))/lib/libiomp5.so OMP_NUM_THREADS=1 \
@@ -44,7 +52,7 @@ typecheck: $(VENV)/.stamp-dev  ## check types
 	$(bin)/mypy
 
 clean:  ## remove the environment and what tools left behind; keeps runs/ and the models' cache
-	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-areal $(VERL_VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
@@ -59,7 +67,10 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
-	$(pip) install -qq -c constraints.txt -e '.[dev,trl]'
+	$(pip) install -qq -c constraints.txt -e '.[dev,trl,lora,rewards,serve]'
+	@# The sandbox for programs; where it cannot be had its tests are skipped, and say why.
+	@command -v bwrap >/dev/null || apt-get install -qq -y bubblewrap >/dev/null 2>&1 || \
+	    echo 'bubblewrap is missing (apt-get install bubblewrap): the tests of the sandbox are skipped'
 	@touch $@ $(VENV)/.stamp-run
 
 # vLLM excludes versions that longtail is tested with: all versions are of that environment, longtail adds none.
@@ -69,6 +80,22 @@ $(VLLM_VENV)/.stamp: tests/vllm/requirements.txt pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps -e .
 	@touch $@
 
+# verl excludes the transformers that longtail is tested with: all versions are of that environment, longtail adds none.
+$(VERL_VENV)/.stamp: tests/verl/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq -r tests/verl/requirements.txt
+	$(VERL_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps -e .
+	@touch $@
+
 $(VENV)/.stamp-model: | $(VENV)/.stamp-run
 	$(bin)/longtail model smollm2-135m
+	@touch $@
+
+# AReaL's client has an environment of its own, which sees the packages of ours (torch, transformers) behind its own.
+$(VENV)/.stamp-areal: tests/trainer_adapter/server/areal-requirements.txt | $(VENV)/.stamp-dev
+	$(PYTHON) -m venv $(VENV)-areal
+	purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	    $(bin)/python -c "$$purelib" > "$$($(VENV)-areal/bin/python -c "$$purelib")/longtail.pth"
+	$(VENV)-areal/bin/python -m pip --disable-pip-version-check --no-input install -qq -r $<
+	$(VENV)-areal/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps areal==1.0.4
 	@touch $@

@@ -14,14 +14,20 @@ from rich.console import Console
 
 from longtail.bench import (
     calibrate_cli,
+    dpo_cli,
     lengths_cli,
+    mismatch_cli,
+    pairs_cli,
+    regrade_cli,
     report_cli,
     scheduling_cli,
+    serve_cli,
     simulate_cli,
     spec_cli,
     staleness_cli,
     store_cli,
     trace_cli,
+    train_cli,
 )
 from longtail.bench.machine import quiet_threads
 
@@ -38,13 +44,19 @@ bench = typer.Typer(invoke_without_command=True)
 app.add_typer(bench, name="bench")
 app.add_typer(store_cli.app, name="store")
 app.add_typer(spec_cli.app, name="spec")
+bench.command("mismatch")(mismatch_cli.mismatch)
 bench.command("scheduling")(scheduling_cli.scheduling)
 bench.command("staleness")(staleness_cli.staleness)
+app.command("serve")(serve_cli.serve)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
+app.add_typer(pairs_cli.app, name="pairs")
 calibrate_cli.register(app)
+regrade_cli.register(app)
+dpo_cli.register(app)
 report_cli.register(app)
 simulate_cli.register(app)
+train_cli.register(app)
 console = Console(stderr=True)
 
 
@@ -259,7 +271,7 @@ def bench_spec(
 ) -> None:
     """What drafting brings: acceptance, costs and speed-up of each drafter at each batch size, and that not one token
     changes. Three to five minutes on two cores."""
-    from longtail.bench import spec_bench
+    from longtail.bench import spec_bench, spec_bench_tables
     from longtail.bench.spec_index_bench import spec_index_bench
 
     fields: dict[str, Any] = {
@@ -282,11 +294,11 @@ def bench_spec(
         if index:
             status.update("group index")
             result["index"] = spec_index_bench()
-    console.print(spec_bench.table(result))
-    for line in spec_bench.findings(result):
+    console.print(spec_bench_tables.table(result))
+    for line in spec_bench_tables.findings(result):
         console.print(line, highlight=False, soft_wrap=True)
     if index:
-        console.print(spec_bench.index_table(result["index"]))
+        console.print(spec_bench_tables.index_table(result["index"]))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1))

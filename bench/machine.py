@@ -17,6 +17,17 @@ def quiet_threads() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+def use_threads(threads: int | None) -> int:
+    """For torch and numba, which are process-wide; None: as many as torch takes. -> how many."""
+    import numba
+    import torch
+
+    threads = threads or torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    torch.set_num_threads(threads)
+    return threads
+
+
 def describe() -> dict[str, Any]:
     """CPU, cores, versions and thread settings."""
     import torch

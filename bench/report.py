@@ -55,6 +55,7 @@ _TABLE = (  # (label, key, format)
     ("output tokens p50 / p90 / max", "lengths", "{}"),
     ("share at the cap", "capped_share", "{:.1%}"),
     ("mean reward", "mean_reward", "{:.3f}"),
+    ("graded by", "graders", "{}"),
 )
 
 _OVERVIEW = (  # (label, key, format) of the table with a row a run
@@ -195,7 +196,7 @@ def _table(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str
     for label, key, form in _TABLE:
         cells = []
         for run, numbers in summary.items():
-            value = _lengths(numbers) if key == "lengths" else numbers[key]
+            value = _TEXTS[key](numbers) if key in _TEXTS else numbers[key]
             ratio = None if run == first else ratios[run].get(key)
             cells.append(_format(form, value) + (f" ({ratio:.2f}\u00d7)" if ratio is not None else ""))
         rows.append((label, cells))
@@ -204,6 +205,13 @@ def _table(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str
 
 def _lengths(numbers: Mapping[str, Any]) -> str:
     return " / ".join(_format("{:,d}", numbers[key]) for key in ("length_p50", "length_p90", "length_max"))
+
+
+def _graders(numbers: Mapping[str, Any]) -> str | None:
+    return ", ".join(numbers["graders"]) or None
+
+
+_TEXTS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {"lengths": _lengths, "graders": _graders}
 
 
 def _ledger_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:

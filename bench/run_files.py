@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from longtail.bench import analysis
+from longtail.bench.analysis.overview import grader_in
 from longtail.bench.trace import read_trace
 from longtail.errors import TraceError
 
@@ -108,6 +109,9 @@ def _differences(frames: Sequence[pd.DataFrame], names: Sequence[str], other: in
     for field in ALIKE:
         if first.get(field) != second.get(field):
             yield f"{field} is {_say(first.get(field))} in {a} and {_say(second.get(field))} in {b}"
+    graders, theirs = _graders(frames[0]), _graders(frames[other])
+    if graders and theirs and graders != theirs:  # a changed exam is no better model
+        yield f"grader is {', '.join(sorted(graders))} in {a} and {', '.join(sorted(theirs))} in {b}"
     prompts, others = _tokens(frames[0], "submit"), _tokens(frames[other], "submit")
     if not prompts.keys() & others.keys():
         yield f"samples: none of {a} is in {b}"
@@ -142,3 +146,8 @@ def _tokens(df: pd.DataFrame, kind: str) -> dict[str, int]:
     if kind == "finish":
         own = own[own["detail"].isin(["stop", "length"])]
     return dict(zip(own["sample"], own["num_tokens"].astype(int), strict=True))
+
+
+def _graders(df: pd.DataFrame) -> set[str]:
+    details = df[df["kind"] == "grade"]["detail"].unique()
+    return {name for detail in details if (name := grader_in(detail))}

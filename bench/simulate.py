@@ -230,6 +230,9 @@ class Prompts:
         self._cap = max(self._tokens)
         self._params: dict[int, SamplingParams] = {}
         self._known: dict[tuple[int, bool], Length] = {}
+        self._group_of: tuple[str, int, int] = ("", 0, 1)
+        """The group that was asked for last: its name, first sample and size. Siblings are asked for one after the
+        other."""
         self._same = (1,) * (max(self._prompts) + 1)
 
     @property
@@ -253,10 +256,14 @@ class Prompts:
 
     def length(self, sample: Sample) -> Length:
         """For the engine."""
-        name = sample.group_id
-        number = int(name[1:]) if self._numbers is None else self._numbers[name]
-        start = self._starts[number]
-        at = start + sample.index % (self._starts[number + 1] - start)
+        name, start, size = self._group_of
+        if sample.group_id != name:
+            name = sample.group_id
+            number = int(name[1:]) if self._numbers is None else self._numbers[name]
+            start = self._starts[number]
+            size = self._starts[number + 1] - start
+            self._group_of = name, start, size
+        at = start + sample.index % size
         key = (self._tokens[at], self._capped[at])
         length = self._known.get(key)
         if length is None:
@@ -293,15 +300,15 @@ class _Measured:
         self._handed.append((end, self._groups, run.tokens_trained))
 
     def _sample(self, sample: Sample, version: int) -> None:
-        run, timings = self.run, sample.timings
+        run, finished = self.run, sample.timings.finished
         run.samples_trained += 1
         run.tokens_trained += len(sample.output_ids)
         for segment in sample.segments:
             age = version - segment.version
             self._staleness[age] = self._staleness.get(age, 0) + segment.end - segment.start
-        if timings.finished is not None:
-            number = bisect.bisect_right(self._starts, timings.finished) - 1
-            self._finishes.setdefault(number, []).append(timings.finished)
+        if finished is not None:
+            number = bisect.bisect_right(self._starts, finished) - 1
+            self._finishes.setdefault(number, []).append(finished)
 
     def trained(self, seconds: float) -> None:
         self.run.training_seconds += seconds

@@ -1,4 +1,5 @@
-"""Trains a multi-token-prediction head on rollouts that are there already, in the trainer's shadow.
+"""Trains a multi-token-prediction head on rollouts that are there already, in the trainer's shadow. (A draft model:
+`spec_train_draft`, which shares the data, the clock and the optimiser.)
 
     rollouts -> the target's hidden states (computed again, no gradient) -> head, drafting `depth` tokens in a row
              -> loss against the target's distributions -> held-out acceptance -> a directory with the head
@@ -37,18 +38,12 @@ Progress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """Checked at construction."""
+class FitConfig:
+    """What training any drafter has. Checked at construction."""
 
     minutes: float = 3.0
     """Time for all of it but the estimate at the end."""
-    depth: int = 2
-    """Draft positions that are trained."""
-    vocabulary: int = 8192
-    """Tokens that the head may draft, the most frequent ones; 0: all."""
     learning_rate: float = 1e-3
-    depth_decay: float = 0.7
-    """Weight of each draft position's loss against the one before it."""
     token_weight: float = 0.0
     """Of the sampled token's loss; the target's distribution says the same with less noise."""
     batch_tokens: int = 1024
@@ -65,19 +60,44 @@ class TrainConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("depth", "batch_tokens", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("minutes", "learning_rate", "depth_decay"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        self._at_least_one("batch_tokens", "max_tokens")
+        self._positive("minutes", "learning_rate")
         for name in ("held_out", "preparation"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"precision must be auto, float32 or bfloat16, not {self.precision!r}")
-        if self.vocabulary < 0 or not self.token_weight >= 0.0:
-            raise ValueError("vocabulary and token_weight must be at least 0")
+        if not self.token_weight >= 0.0:
+            raise ValueError(f"token_weight must be at least 0, not {self.token_weight}")
+
+    def _at_least_one(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    def _positive(self, *names: str) -> None:
+        for name in names:
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig(FitConfig):
+    """Of a multi-token-prediction head."""
+
+    depth: int = 2
+    """Draft positions that are trained."""
+    vocabulary: int = 8192
+    """Tokens that the head may draft, the most frequent ones; 0: all."""
+    depth_decay: float = 0.7
+    """Weight of each draft position's loss against the one before it."""
+
+    def __post_init__(self) -> None:
+        FitConfig.__post_init__(self)
+        self._at_least_one("depth")
+        self._positive("depth_decay")
+        if self.vocabulary < 0:
+            raise ValueError(f"vocabulary must be at least 0, not {self.vocabulary}")
 
 
 @dataclasses.dataclass(slots=True)
@@ -148,36 +168,27 @@ def train_mtp(
     model, _ = load_model(target)
     if start is not None:
         start.check_target(model.config)
-    train, held_out = hold_out(_fitting(model, rollouts), config.held_out, config.seed)
-    if not train or not held_out:
-        raise ValueError("samples: training needs at least two groups, one of them to hold out")
+    train, held_out = split(model, rollouts, config)
     torch.manual_seed(config.seed)
     head = start
     if head is None:
         head = MTPHead(model.config, _vocabulary(train, model.config.vocab_size, config.vocabulary))
         head.start_from(model)
-    config = dataclasses.replace(config, precision=_precision(config.precision))
-    deadline = begin + 60.0 * config.minutes
-    limit = begin + 60.0 * config.minutes * config.preparation
-    tested = prepare(model, held_out[:64], config, limit=begin + 15.0 * config.minutes * config.preparation)
-    examples = prepare(model, train, config, limit, progress)
-    prepared = time.perf_counter()
-    steps, loss = _fit(head, model, examples, config, prepared, deadline, progress)
-    trained = time.perf_counter()
+    config = dataclasses.replace(config, precision=precision_of(config.precision))
+    examples, tested = both_parts(model, train, held_out, config, begin, progress)
+    embed = model.get_input_embeddings()
+
+    def loss(batch: Batch, share: float) -> torch.Tensor:
+        with torch.no_grad():
+            embeds = embed(batch.ids)
+        # The first half of the time goes into the first draft alone, on which all others depend.
+        return loss_of(head, model, batch, embeds, config, 1 if share < 0.5 else config.depth)
+
+    record = fit(head, head.trainable(), loss, examples, config, begin, progress)
     progress("estimating the acceptance on what was held out")
     head.version += 1
-    head.record = {
-        "settings": dataclasses.asdict(config),
-        "trained_on": {
-            "groups": len({r.group for r in train}),
-            "samples": len(examples),
-            "tokens": sum(len(e.ids) for e in examples),
-            "newest_version": max(r.version for r in train),
-        },
-        "steps": steps,
-        "loss": loss,
-        "seconds": {"prepare": prepared - begin, "train": trained - prepared},
-        "time": time.time(),
+    head.record = record | {
+        "trained_on": trained_on(train, examples),
         "held_out": estimate(head, model, tested, max(config.depth, 4), seed=config.seed),
     }
     if out is not None:
@@ -185,7 +196,41 @@ def train_mtp(
     return head
 
 
-def _precision(wanted: Literal["auto", "float32", "bfloat16"]) -> Literal["float32", "bfloat16"]:
+def split(
+    model: PreTrainedModel, rollouts: Sequence[Rollout], config: FitConfig
+) -> tuple[list[Rollout], list[Rollout]]:
+    """-> (training, held out), of what the target can read. ValueError for rollouts of another vocabulary, or too
+    few."""
+    train, held_out = hold_out(_fitting(model, rollouts), config.held_out, config.seed)
+    if not train or not held_out:
+        raise ValueError("samples: training needs at least two groups, one of them to hold out")
+    return train, held_out
+
+
+def both_parts(
+    model: PreTrainedModel,
+    train: Sequence[Rollout],
+    held_out: Sequence[Rollout],
+    config: FitConfig,
+    begin: float,
+    progress: Progress,
+) -> tuple[list[Example], list[Example]]:
+    """The target's hidden states of both, in the share of the time that began at `begin` that is theirs."""
+    seconds = 60.0 * config.minutes * config.preparation
+    tested = prepare(model, held_out[:64], config, limit=begin + seconds / 4.0)
+    return prepare(model, train, config, begin + seconds, progress), tested
+
+
+def trained_on(train: Sequence[Rollout], examples: Sequence[Example]) -> dict[str, int]:
+    return {
+        "groups": len({r.group for r in train}),
+        "samples": len(examples),
+        "tokens": sum(len(e.ids) for e in examples),
+        "newest_version": max(r.version for r in train),
+    }
+
+
+def precision_of(wanted: Literal["auto", "float32", "bfloat16"]) -> Literal["float32", "bfloat16"]:
     if wanted != "auto":
         return wanted
     seconds: dict[torch.dtype, float] = {}
@@ -197,7 +242,7 @@ def _precision(wanted: Literal["auto", "float32", "bfloat16"]) -> Literal["float
     return "bfloat16" if seconds[torch.bfloat16] < 0.8 * seconds[torch.float32] else "float32"
 
 
-def _matmuls(config: TrainConfig) -> torch.autocast:
+def matmuls(config: FitConfig) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bfloat16")
 
 
@@ -227,7 +272,7 @@ def _vocabulary(rollouts: Sequence[Rollout], size: int, wanted: int) -> torch.Te
 def prepare(
     model: PreTrainedModel,
     rollouts: Sequence[Rollout],
-    config: TrainConfig,
+    config: FitConfig,
     limit: float = math.inf,
     progress: Progress = lambda text: None,
 ) -> list[Example]:
@@ -242,7 +287,7 @@ def prepare(
         ids, mask = (torch.zeros(len(chunk), longest, dtype=torch.long) for _ in range(2))
         for i, r in enumerate(chunk):
             ids[i, : len(r.ids)], mask[i, : len(r.ids)] = torch.tensor(r.ids), 1
-        with _matmuls(config):
+        with matmuls(config):
             hidden = base(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state.float()
         for i, r in enumerate(chunk):
             n = len(r.ids)
@@ -266,20 +311,21 @@ def _batches(items: Sequence[tuple[Any, int]], most: int) -> Iterator[list[Any]]
         yield batch
 
 
-def _fit(
-    head: MTPHead,
-    model: PreTrainedModel,
+def fit(
+    module: torch.nn.Module,
+    parameters: Sequence[torch.nn.Parameter],
+    loss_of: Callable[[Batch, float], torch.Tensor],
     examples: list[Example],
-    config: TrainConfig,
-    begin: float,
-    deadline: float,
+    config: FitConfig,
+    start: float,
     progress: Progress,
-) -> tuple[int, float]:
-    """-> (optimiser steps, mean loss of the last ones). Ctrl-C ends it early."""
-    parameters = head.trainable()
+) -> dict[str, Any]:
+    """Trains these parameters until the time that began at `start` (of time.perf_counter) is over. loss_of: of a batch
+    and the share of the training's time that has passed. -> for the record: steps, mean loss of the last ones, seconds.
+    Ctrl-C ends it early."""
+    begin, deadline = time.perf_counter(), start + 60.0 * config.minutes
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    embed = model.get_input_embeddings()
-    head.train()
+    module.train()
     steps, recent = 0, 0.0
     generator = torch.Generator().manual_seed(config.seed)
     try:
@@ -290,11 +336,8 @@ def _fit(
             rate = min((steps + 1) / 20, 1.0) * (0.05 + 0.95 * 0.5 * (1.0 + math.cos(math.pi * min(share, 1.0))))
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * rate
-            with torch.no_grad():
-                embeds = embed(batch.ids)
-            with _matmuls(config):
-                # The first half of the time goes into the first draft alone, on which all others depend.
-                loss = loss_of(head, model, batch, embeds, config, 1 if share < 0.5 else config.depth)
+            with matmuls(config):
+                loss = loss_of(batch, share)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -308,8 +351,14 @@ def _fit(
             progress(f"training: step {steps}, loss {recent:.3f}, {100 * min(share, 1.0):.0f} % of the time")
     except KeyboardInterrupt:
         progress(f"interrupted at step {steps}: keeping what was learnt")
-    head.eval()
-    return steps, recent
+    module.eval()
+    return {
+        "settings": dataclasses.asdict(config),
+        "steps": steps,
+        "loss": recent,
+        "seconds": {"prepare": begin - start, "train": time.perf_counter() - begin},
+        "time": time.time(),
+    }
 
 
 def _epochs(examples: list[Example], most: int, generator: torch.Generator) -> Iterator[Batch]:

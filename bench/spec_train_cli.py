@@ -20,12 +20,28 @@ def train(
     ] = None,
     generate: Annotated[int, typer.Option(min=0, help="Without --samples: make them, from so many prompts")] = 0,
     tasks: Annotated[str, typer.Option(help="With --generate: task mix")] = "gsm",
-    out: Annotated[Path, typer.Option(help="Directory of the head")] = Path("runs/mtp"),
-    kind: Annotated[str, typer.Option(help="mtp: a multi-token-prediction head")] = "mtp",
-    start: Annotated[Path | None, typer.Option(help="A head to go on with; its version counts on")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the drafter", show_default="runs/mtp or runs/draft")
+    ] = None,
+    kind: Annotated[
+        str, typer.Option(help="mtp: a multi-token-prediction head; draft: a small model of its own")
+    ] = "mtp",
+    start: Annotated[
+        Path | None,
+        typer.Option(help="What to go on with, its version counts on: a head, or a draft model (or any small model)"),
+    ] = None,
     minutes: Annotated[float, typer.Option(help="Time for hidden states and training")] = 3.0,
-    depth: Annotated[int, typer.Option(min=1, help="Draft positions that are trained")] = 2,
-    vocabulary: Annotated[int, typer.Option(min=0, help="Most frequent tokens that may be drafted; 0: all")] = 8192,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="mtp: draft positions that are trained", show_default="2")
+    ] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(min=0, help="mtp: most frequent tokens that may be drafted; 0: all", show_default="8192"),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="draft: layers of the target to begin with, without --start", show_default="4"),
+    ] = None,
     learning_rate: Annotated[float, typer.Option(help="Peak")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of the split, the order and the start")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all")] = None,
@@ -33,21 +49,29 @@ def train(
 ) -> None:
     """Train a drafter on rollouts: while the machine is idle, or offline. The target's outputs never depend on it.
     Ctrl-C ends it early and keeps what was learnt."""
-    if kind != "mtp":
-        raise ValueError(f"kind: no drafter {kind!r} to train; there is mtp")
+    own = {"mtp": {"depth": depth, "vocabulary": vocabulary}, "draft": {"layers": layers}}
+    if kind not in own:
+        raise ValueError(f"kind: no drafter {kind!r} to train; there is {' and '.join(own)}")
+    for other in own.keys() - {kind}:
+        if given := [f"--{name}" for name, value in own[other].items() if value is not None]:
+            raise ValueError(f"{', '.join(given)}: of --kind {other}, not of {kind}")
+    if layers is not None and start is not None:
+        raise ValueError("--layers: a draft model that begins with --start has the layers of that one")
     if (samples is None) == (generate == 0):
         raise ValueError("give either --samples, or --generate with a number of prompts")
     from longtail.bench import spec_rollouts
     from longtail.bench.models import resolve_model
     from longtail.bench.spec_train import TrainConfig, train_mtp
+    from longtail.bench.spec_train_draft import DraftConfig, train_draft
     from longtail.partial_rollout.engines.native.mtp_head import MTPHead
 
-    config = TrainConfig(
-        minutes=minutes, depth=depth, vocabulary=vocabulary, learning_rate=learning_rate, seed=seed, threads=threads
-    )
+    fields: dict[str, Any] = {name: value for name, value in own[kind].items() if value is not None}
+    fields |= {"minutes": minutes, "learning_rate": learning_rate, "seed": seed, "threads": threads}
+    config = (TrainConfig if kind == "mtp" else DraftConfig)(**fields)
+    out = Path("runs") / kind if out is None else out
     console = Console(stderr=True)
     source = str(resolve_model(target))
-    first = None if start is None else MTPHead.load(start)
+    head = None if kind != "mtp" or start is None else MTPHead.load(start)
     with console.status("starting") as status:
 
         def progress(text: str) -> None:
@@ -57,11 +81,16 @@ def train(
             rollouts = spec_rollouts.load_rollouts(samples)
         else:
             rollouts = spec_rollouts.generate(source, generate, tasks=tasks, seed=seed, progress=progress)
-        head = train_mtp(source, rollouts, out, config, start=first, progress=progress)
-    console.print(table(head.record))
-    console.print(f"Head of version {head.version}: {out}", highlight=False, soft_wrap=True)
+        trained: Any
+        if isinstance(config, TrainConfig):
+            trained = train_mtp(source, rollouts, out, config, start=head, progress=progress)
+        else:
+            trained = train_draft(source, rollouts, out, config, start=start, progress=progress)
+    console.print(table(trained.record))
+    name = {"mtp": "mtp", "draft": "model"}[kind]
+    console.print(f"Version {trained.version}, drafter {name}:{out}", highlight=False, soft_wrap=True)
     if as_json:
-        print(json.dumps(head.record | {"version": head.version}))
+        print(json.dumps(trained.record | {"version": trained.version}))
 
 
 def table(record: dict[str, Any]) -> Table:
@@ -69,6 +98,7 @@ def table(record: dict[str, Any]) -> Table:
     from rich.table import Table
 
     found, on = record["held_out"], record["trained_on"]
+    before = record.get("held_out_before")
     shown = Table(
         title=f"Estimated on {found['rows']:,} held-out positions; trained on {on['samples']:,} samples, "
         f"{on['tokens']:,} tokens, {record['steps']:,} steps"
@@ -80,6 +110,10 @@ def table(record: dict[str, Any]) -> Table:
         shown.add_column(name, justify="left" if name == "acceptance" else "right")
     for temperature, entries in found["temperatures"].items():
         for name, entry in entries.items():
-            rates = [f"{rate:.2f}" for rate in entry["by_position"]]
-            shown.add_row(temperature, name, *rates, f"{entry['acceptance_length']:.2f}")
+            told = [(name, entry)]
+            if before is not None:
+                told.insert(0, (f"{name}, before", before["temperatures"][temperature][name]))
+            for label, figures in told:
+                rates = [f"{rate:.2f}" for rate in figures["by_position"]]
+                shown.add_row(temperature, label, *rates, f"{figures['acceptance_length']:.2f}")
     return shown

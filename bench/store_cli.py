@@ -76,7 +76,7 @@ def show(
         _print(ledger_table(found))
     elif "samples" in found:
         _print(f"group {found['group']}: {found['state']}; task: {json.dumps(found['task'])}")
-        columns = ("sample", "status", "finish_reason", "line", "tokens", "reward", "saved KV", "damage")
+        columns = ("sample", "status", "finish_reason", "line", "tokens", "reward", "grader", "saved KV", "damage")
         for sample in found["samples"]:
             sample["saved KV"] = _saved_kv(sample["saved_kv"])
         rows = [tuple(_text(s[column]) for column in columns) for s in found["samples"]]

@@ -2,19 +2,10 @@
 
 `reasoning_gym` is imported when the first task is made (about 1.5 s), so importing this module is cheap.
 
-How an answer is read out of a free-form response, first match wins (`extract_answer`):
-
-1. the last `<answer>...</answer>`;
-2. the last `\\boxed{...}`, braces balanced;
-3. the last line that starts with `####` (GSM8K's own mark);
-4. if the expected answer is a number: the last number of the text; else the whole text, stripped.
-
-Where the expected answer is a number, the last number of what 1 to 3 found is taken ("20 bananas" -> "20"). A number
-loses its thousands commas, and the dot of a full stop is not part of it.
-
-The score is the dataset's own `score_answer`, with one exception: some verifiers pay partial credit because the
-expected digits occur in the answer (13 for 3, -5 for 5) or because any number was given. A number that is not the
-expected number, and that its verifier does not accept in full, scores 0.
+How an answer is read out of a free-form response: `trainer_adapter.rewards.answers`. The score is the dataset's own
+`score_answer`, with one exception: some verifiers pay partial credit because the expected digits occur in the answer
+(13 for 3, -5 for 5) or because any number was given. A number that is not the expected number, and that its verifier
+does not accept in full, scores 0.
 """
 
 from __future__ import annotations
@@ -25,11 +16,10 @@ import functools
 import hashlib
 import math
 import re
-from decimal import Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from longtail.partial_rollout.grading import GradeRequest
+from longtail.trainer_adapter.rewards.answers import are_different_numbers, extract_answer
+from longtail.trainer_adapter.rewards.gym import ReasoningGymGrader
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,9 +125,9 @@ def grade(task: Task, text: str) -> float:
     return verdict(task, text).reward
 
 
-def grade_request(request: GradeRequest) -> float:
-    """As a `Grader`: the group's task is the `Task`."""
-    return grade(request.task, request.text)
+grade_request = ReasoningGymGrader()
+"""As a grader with a name and a version: the group's task is the `Task`. Scores as `grade` does; a verifier that gives
+no finite score leaves the sample without a reward."""
 
 
 def verdict(task: Task, text: str) -> Grade:
@@ -151,58 +141,9 @@ def verdict(task: Task, text: str) -> Grade:
         return Grade(0.0, answer, f"{task.dataset} verifier: {type(error).__name__}: {error}")
     if not math.isfinite(score):
         return Grade(0.0, answer, f"{task.dataset} verifier: the score is {score}")
-    if score < 1.0 and _are_different_numbers(answer, expected):
+    if score < 1.0 and are_different_numbers(answer, expected):
         score = 0.0
     return Grade(min(max(score, 0.0), 1.0), answer)
-
-
-# The sign belongs to the number unless a digit, a letter or a closing bracket stands before it: 5-9 holds 5 and 9.
-_NUMBER = re.compile(r"(?:(?<![\w)\]])[-\u2212+])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+")
-
-
-def extract_answer(text: str, expected: str | None) -> str:
-    """The part of a response that is its answer; the module docstring has the rules. Empty if there is none."""
-    marked = _marked_answer(text)
-    if expected is None or _as_number(expected) is None:
-        return (text if marked is None else marked).strip()
-    numbers = _NUMBER.findall(text if marked is None else marked)
-    if not numbers:
-        return "" if marked is None else marked.strip()
-    return numbers[-1].replace(",", "").replace("$", "").replace("\u2212", "-").removeprefix("+")
-
-
-def _marked_answer(text: str) -> str | None:
-    tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL | re.IGNORECASE)
-    if tagged:
-        return tagged[-1]
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed
-    hashed = re.findall(r"^\s*####(.+)$", text, flags=re.MULTILINE)
-    return hashed[-1] if hashed else None
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""Inside of the last \boxed{...} whose braces close."""
-    for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
-        depth = 1
-        for end in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[match.end() : end]
-    return None
-
-
-def _as_number(text: str) -> Decimal | None:
-    try:
-        return Decimal(text.strip().replace(",", ""))
-    except (InvalidOperation, AttributeError):
-        return None
-
-
-def _are_different_numbers(answer: str, expected: str) -> bool:
-    given, wanted = _as_number(answer), _as_number(expected)
-    return given is not None and wanted is not None and given != wanted
 
 
 def _interleave(weights: dict[str, int], count: int) -> list[str]:

@@ -46,6 +46,12 @@ class TraceWriter:
         fields = operator.attrgetter(*FIELDS)
         return lambda event: append(fields(event))
 
+    def extend(self, frame: pandas.DataFrame) -> None:
+        """Runs of an earlier trace, before or beside one's own."""
+        for run, events in frame.groupby("run", sort=False):
+            rows = self._rows.setdefault(str(run), [])
+            rows += events[list(FIELDS)].itertuples(index=False, name=None)
+
     def frame(self) -> pandas.DataFrame:
         """What `read_trace` would give, without a file."""
         return self._table({}).to_pandas()

@@ -2,6 +2,7 @@
 
     groups --< samples --< chunks        a chunk: consecutive output tokens with their log-probabilities
                     --< routing          consecutive positions with the experts that computed them (routing_rows.py)
+                    --< grades           rewards that other graders gave later (grade_rows.py)
                     --< cuts             output that was dropped again, by line of the ledger
     removed                              samples that were taken out of their group, by line of the ledger
     deliveries                           one row for each hand-over
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longtail.errors import StoreCorrupt, StoreError
-from longtail.partial_rollout import routing_rows
+from longtail.partial_rollout import grade_rows, routing_rows
 from longtail.partial_rollout.collector import quiet_collector
+from longtail.partial_rollout.grade_rows import Regrade
 from longtail.partial_rollout.ledger import BESIDE, LINES, Ledger, Line
 from longtail.partial_rollout.records import (
     BLANK_STATE,
@@ -133,6 +135,7 @@ class Database(SqliteFile):
             (row,) = execute("SELECT id FROM samples WHERE name = ?", (before.id,)).fetchone()
             for table in ("chunks", "routing"):
                 execute(f"DELETE FROM {table} WHERE sample_id = ?", (row,))
+            grade_rows.forget(self.connection, row)
             if after.output_ids and self.directory is not None:
                 execute(INSERT_CHUNK, _chunk(row, after, 0))
                 routing_rows.save(self.connection, [(row, after, True)])
@@ -152,7 +155,7 @@ class Database(SqliteFile):
             gone = execute("SELECT line, tokens FROM cuts WHERE sample_id = ?", (row,)).fetchall()
             for name, tokens in ((line, sample.num_generated), ("failed", lost), *gone):
                 execute(insert, (sample.id, name, tokens))
-            for table in ("chunks", "routing", "cuts"):
+            for table in ("chunks", "routing", "grades", "cuts"):
                 execute(f"DELETE FROM {table} WHERE sample_id = ?", (row,))
             execute("DELETE FROM samples WHERE id = ?", (row,))
             self.count({line: sample.num_generated})
@@ -161,6 +164,10 @@ class Database(SqliteFile):
         """samples.snapshot, by sample."""
         changes = [(text, name) for name, text in records.items()]
         self.connection.executemany("UPDATE samples SET snapshot = ? WHERE name = ?", changes)
+
+    def save_grades(self, regrades: Iterable[Regrade]) -> None:
+        """What graders gave samples after their rollout, beside the reward that they were trained with."""
+        grade_rows.save(self.connection, regrades)
 
     def count(self, tokens: Mapping[Any, int]) -> None:
         """Adds to the ledger, by name."""
@@ -211,6 +218,7 @@ class Database(SqliteFile):
             sample, row = damage.sample, damage.row
             execute("DELETE FROM chunks WHERE sample_id = ?", (row,))
             execute("DELETE FROM routing WHERE sample_id = ?", (row,))
+            grade_rows.forget(self.connection, row)
             settings = "lost = lost + ?, num_tokens = 0, num_observed = 0, snapshot = NULL"
             execute(f"UPDATE samples SET {settings} WHERE id = ?", (damage.lost, row))
             self.count({"failed": damage.lost, "generated": -sample.num_generated})  # `save` counts these again
@@ -360,6 +368,11 @@ class Database(SqliteFile):
                     damages.append(damage)
         return list(groups.values()), damages
 
+    def grades(self, where: str = "true", values: Sequence[Any] = ()) -> dict[str, list[Regrade]]:
+        """By sample, oldest first; of the groups g for which `where` holds. What is damaged is left out (`check`)."""
+        with self.reading():
+            return grade_rows.load(self.connection, where, values)[0]
+
     def _outputs(self, where: str, values: Sequence[Any]) -> dict[int, tuple[bytes, bytes]]:
         """Packed output ids and log-probabilities by row of the sample, up to the first chunk that is missing or
         damaged."""
@@ -401,6 +414,7 @@ class Database(SqliteFile):
                 some = f"g.id >= {first} AND g.id < {first + CHECK_AT_ONCE} AND {kept}"
                 groups, damages = self.load(some)
                 problems += [damage.found for damage in damages]
+                problems += grade_rows.load(self.connection, some, ())[1]
                 problems += [f"group {group.id} has no samples" for group in groups if not group.samples]
                 for sample in (s for group in groups for s in group.samples):
                     try:

@@ -20,7 +20,7 @@ from longtail.events import Event, EventKind, Listener, ignore
 from longtail.partial_rollout.engine import Engine
 from longtail.partial_rollout.environment import Turn
 from longtail.partial_rollout.grading import Grade
-from longtail.partial_rollout.groups import GroupRules, GroupState, is_zero_variance
+from longtail.partial_rollout.groups import GroupRules, GroupState
 from longtail.partial_rollout.ledger import CutLine, Line
 from longtail.partial_rollout.repetition import RepetitionDetector
 from longtail.partial_rollout.slots import Slots
@@ -28,7 +28,7 @@ from longtail.partial_rollout.staleness import StalenessRule, enforce, hand_over
 from longtail.partial_rollout.store import SampleStore
 from longtail.partial_rollout.strategies.base import Strategy
 from longtail.partial_rollout.workers import Workers
-from longtail.sample import FinishReason, Group, Sample
+from longtail.sample import ENVIRONMENT, FinishReason, Group, Sample, is_zero_variance
 
 Refill = Callable[[], Group | None]
 
@@ -55,6 +55,8 @@ class Generation(Slots):
         self.rules, self.repetition, self.listener = rules, repetition, listener
         self._submit, self._refill = submit, refill
         self._counted = engine.stats()
+        self._ordered_by: Strategy | None = None
+        """Whose orders the queue has."""
         self._number = 0
         self.dropped: list[Sample] = []
         """Samples that left otherwise than by hand-over; whoever counts them empties it."""
@@ -113,7 +115,8 @@ class Generation(Slots):
     def begin(self, strategy: Strategy, iteration: int) -> None:
         state, self.strategy, self.begun = self.state, strategy, False
         state.iteration, state.num_output_tokens, state.num_admissions = iteration, 0, 0
-        for sample in [s for s in state.queue if s.is_done]:  # the caller ended it, in an engine of his own
+        # What the caller ended, in an engine of his own.
+        for sample in [s for s in state.queue if s.status in ("finished", "failed")]:
             state.queue.remove(sample)
             self.place(sample)
         self.settle()
@@ -127,7 +130,8 @@ class Generation(Slots):
                 self.restart(group, list(group.samples), "aborted")
             elif group.is_ready and group.id not in state.ready:
                 self._complete(group)
-        state.queue.reorder_all()
+        state.queue.reorder_all(strictly=strategy is not self._ordered_by)
+        self._ordered_by = strategy
 
     def end(self) -> None:
         """The iteration is over: until the next one begins, the strategy is asked nothing."""
@@ -174,7 +178,8 @@ class Generation(Slots):
             self.commit()
         self._left([*out.finished, *out.turns])
         self._end_loops()
-        self.renew([s for s in out.at_limit if s.id in state.running])
+        if out.at_limit:
+            self.renew([s for s in out.at_limit if s.id in state.running])
         return True
 
     def halt(self) -> None:
@@ -232,8 +237,7 @@ class Generation(Slots):
             group.measured.add(sample.id)
             self.state.lengths.observe(sample)
         self._grade(sample)
-        for sibling in group.samples:
-            self.state.queue.reorder(sibling)
+        self.state.queue.reorder(group.samples)
 
     def _failed(self, sample: Sample) -> None:
         group = self.state.group(sample)
@@ -257,7 +261,7 @@ class Generation(Slots):
 
     def _grade(self, sample: Sample) -> None:
         wants = sample.status == "finished" and sample.reward is None and sample.grade_failure is None
-        if self.workers.grader is None or not wants:
+        if not wants or self.workers.grader is None:
             self._done(sample)
             return
         self.workers.grade(sample, self.state.group(sample).group.task)
@@ -273,7 +277,7 @@ class Generation(Slots):
         if len(group.samples) > group.needed:
             kept = {s.id for s in group.ended[: group.needed]}
             self._take_away(group, [s for s in group.samples if s.id not in kept], "surplus")
-        if self.rules.zero_variance == "drop" and is_zero_variance(group.group):
+        if self.rules.zero_variance == "drop" and is_zero_variance([s.reward for s in group.samples]):
             self.drop(group, "zero-variance")
             self.refill()
         else:
@@ -299,6 +303,8 @@ class Generation(Slots):
 
     def _collect_background(self) -> bool:
         """-> whether there was something."""
+        if self.workers.is_idle:
+            return False
         self.workers.poll()
         brought = False
         while (found := self.workers.next()) is not None:
@@ -318,8 +324,11 @@ class Generation(Slots):
 
     def _graded(self, sample: Sample, grade: Grade) -> None:
         sample.reward, sample.grade_failure = grade.reward, grade.failure
+        sample.grader = grade.grader
+        sample.grade_details = None if grade.details is None else dict(grade.details)
         value = float("nan") if grade.reward is None else grade.reward
-        self._emit("grade", sample, value=value, detail=grade.failure or "")
+        detail = grade.grader if grade.failure is None else f"{grade.grader}: {grade.failure}"
+        self._emit("grade", sample, value=value, detail=detail)
         self.store.watch([sample])
         self._done(sample)
 
@@ -335,7 +344,7 @@ class Generation(Slots):
             self._fail(sample, turn.failure or "")
             return
         if turn.observation.reward is not None:
-            sample.reward = turn.observation.reward
+            sample.reward, sample.grader = turn.observation.reward, ENVIRONMENT
         if turn.observation.done:
             self._finish(sample, "stop")
             return

@@ -63,33 +63,44 @@ def serve(connection_fd: int, traceback_fd: int) -> None:
             while True:
                 payload = connection.recv_bytes()
                 faulthandler.dump_traceback_later(timeout + DEADLINE_GRACE, exit=True, file=null)
-                reward, failure = grade(grader, payload)
+                answer = grade(grader, payload)
                 if os.getpid() != pid:  # the grader forked, and this is the child
                     os._exit(1)
                 faulthandler.cancel_dump_traceback_later()
-                connection.send_bytes(json.dumps({"reward": reward, "failure": failure}).encode())
+                connection.send_bytes(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def grade(grader: Any, payload: bytes) -> tuple[float | None, str | None]:
-    """(reward, None) or (None, failure)."""
+def grade(grader: Any, payload: bytes) -> bytes:
+    """The answer, as JSON: a reward and its details, or a failure."""
+    reward, details, failure = _graded(grader, payload)
+    try:
+        return json.dumps({"reward": reward, "details": details, "failure": failure}).encode()
+    except BaseException as error:  # methods of what the grader returned run here
+        why = f"grader returned details that JSON cannot say: {describe(error)}"
+        return json.dumps({"reward": None, "details": None, "failure": why}).encode()
+
+
+def _graded(grader: Any, payload: bytes) -> tuple[float | None, dict[str, Any] | None, str | None]:
+    """(reward, details, None) or (None, None, failure)."""
     try:
         request = load(payload)
     except BaseException as error:  # the task's own methods run here
-        return None, f"request could not be loaded in the grader's worker: {describe(error)}"
+        return None, None, f"request could not be loaded in the grader's worker: {describe(error)}"
     try:
         reward = grader(request)
+        details = getattr(reward, "details", None)
         if hasattr(reward, "item"):  # a scalar of numpy or torch
             reward = reward.item()
         if not isinstance(reward, numbers.Real):
-            return None, f"grader returned {shorten(repr(reward))} ({type(reward).__name__}), not a number"
-        reward = float(reward)
+            return None, None, f"grader returned {shorten(repr(reward))} ({type(reward).__name__}), not a number"
+        reward, details = float(reward), None if details is None else dict(details)
     except BaseException as error:  # SystemExit too: whatever a grader raises is data
-        return None, f"grader raised {describe(error)}"
+        return None, None, f"grader raised {describe(error)}"
     if not math.isfinite(reward):
-        return None, f"grader returned {reward}, not a finite number"
-    return reward, None
+        return None, None, f"grader returned {reward}, not a finite number"
+    return reward, details, None
 
 
 def load(data: bytes) -> Any:

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Pipe
 from typing import Any
 
@@ -78,7 +78,9 @@ class Grade:
     seconds: float
     """From the moment when a worker got the request; 0.0 if none could be started."""
     grader: str
-    """Name or version of the grader."""
+    """Name and version of the grader."""
+    details: Mapping[str, Any] | None = None
+    """What the grader said beside the reward."""
 
     def __post_init__(self) -> None:
         if (self.reward is None) == (self.failure is None):
@@ -88,7 +90,8 @@ class Grade:
 
 
 Grader = Callable[[GradeRequest], float]
-"""Deterministic in its request, if runs are to be repeatable. May have an attribute `version` (str)."""
+"""Deterministic in its request, if runs are to be repeatable. May have attributes `name` and `version` (str). What it
+returns may have an attribute `details`: a dict that JSON can say."""
 
 
 class GraderPool:
@@ -96,7 +99,7 @@ class GraderPool:
 
     grader: picklable; the first worker loads it before the constructor returns. timeout: seconds a request may take,
     the start of a worker not counted. workers: None is half of the usable cores, at least 1. version: recorded with
-    each grade; None is the grader's attribute `version`, else its qualified name.
+    each grade; None is `name@version` of the grader's attributes or the version alone, else its qualified name.
 
     What goes wrong with one request is its Grade: the others neither fail nor wait for it longer than its `timeout`.
     A worker's standard output goes to standard error. ValueError if the grader cannot be pickled here or loaded there.
@@ -263,8 +266,15 @@ class GraderPool:
         seconds = time.monotonic() - start
         if answer["failure"] is not None:
             return self._failed(job, seconds, answer["failure"]), worker
-        reward = answer["reward"]
-        return Grade(sample_id=job.sample_id, reward=reward, failure=None, seconds=seconds, grader=self.grader), worker
+        grade = Grade(
+            sample_id=job.sample_id,
+            reward=answer["reward"],
+            failure=None,
+            seconds=seconds,
+            grader=self.grader,
+            details=answer["details"],
+        )
+        return grade, worker
 
     def _failed(self, job: _Job, seconds: float, failure: str) -> Grade:
         return Grade(sample_id=job.sample_id, reward=None, failure=failure, seconds=seconds, grader=self.grader)
@@ -397,10 +407,10 @@ def fixed(token_ids: Any) -> tuple[int, ...]:
 
 
 def grader_name(grader: Grader) -> str:
-    """Its attribute `version` if that is a string, else its qualified name (a partial's is the function's)."""
-    version = getattr(grader, "version", None)
+    """`name@version` of its attributes, or the version alone; else its qualified name (of a partial its function's)."""
+    name, version = getattr(grader, "name", None), getattr(grader, "version", None)
     if isinstance(version, str):
-        return version
+        return f"{name}@{version}" if isinstance(name, str) else version
     while isinstance(grader, functools.partial):
         grader = grader.func
     named = grader if hasattr(grader, "__qualname__") else type(grader)

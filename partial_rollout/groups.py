@@ -91,10 +91,3 @@ def oldest_version(sample: Sample) -> int | None:
         if segment.version >= 0 and segment.end > sample.masked:
             return segment.version
     return None
-
-
-def is_zero_variance(group: Group) -> bool:
-    """Whether all rewards are the same number: equality, since a standard deviation of equal numbers need not be 0 in
-    floats, nor that of unequal ones differ from it. A group in which a reward is missing is not."""
-    rewards = [sample.reward for sample in group.samples]
-    return None not in rewards and len(set(rewards)) == 1

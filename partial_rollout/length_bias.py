@@ -19,7 +19,7 @@ import dataclasses
 import warnings
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,8 +61,7 @@ class IterationBias:
     biased: bool
 
 
-@dataclasses.dataclass(slots=True)
-class _Open:
+class _Open(NamedTuple):
     group: str
     since: int
     """The iteration in which it was first seen with a token."""
@@ -70,8 +69,7 @@ class _Open:
     ended: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Decided:
+class _Decided(NamedTuple):
     iteration: int
     group: str
     tokens: int
@@ -150,8 +148,7 @@ class LengthBias:
                     raise ValueError(f"sample {sample.id} is named twice; each is trained, unfinished or dropped")
                 seen.add(sample.id)
                 tokens = len(sample.output_ids)
-                cut_short = sample.status == "failed" or sample.finish_reason in ("aborted", "error")
-                end = sample.status == "finished" and not cut_short
+                end = sample.status == "finished" and sample.finish_reason not in ("aborted", "error")
                 known = before.get(sample.id)
                 if known is not None and tokens < known.tokens:
                     known = None

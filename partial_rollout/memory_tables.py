@@ -93,8 +93,10 @@ class MemoryTables:
     def save(self, samples: Iterable[Sample]) -> None:
         gained = 0
         for sample in samples:
-            before = self._samples[sample.id]
-            length, generated = len(sample.output_ids), sample.num_generated
+            before, length = self._samples[sample.id], len(sample.output_ids)
+            if length == before.tokens and sample.masked == before.masked == 0:
+                continue
+            generated = sample.num_generated
             assert length >= before.tokens, f"sample {sample.id} has lost tokens: {length} of {before.tokens}"
             gained += generated - (before.tokens - before.observed)
             self._put(sample, before.line, length, generated)
@@ -148,10 +150,10 @@ class MemoryTables:
             self._set(self._open, group.id)
             for sample in group.samples:
                 row, line = self._samples[sample.id], lines[sample.id]
-                written = row.tokens - row.observed
-                _move(tokens, row.line, written, row.masked, -1)
-                _move(tokens, line, written, row.masked, 1)
-                self._set(self._samples, sample.id, _Row(line, *row[1:]))
+                before, length, observed, masked = row
+                _move(tokens, before, length - observed, masked, -1)
+                _move(tokens, line, length - observed, masked, 1)
+                self._set(self._samples, sample.id, _Row(line, length, observed, masked))
         del tokens["pending"]
         self.count(tokens)
         return number

@@ -36,12 +36,14 @@ STATE = (
     "num_masked",
     "attempts",
     "grade_failure",
+    "grader",
+    "grade_details",
 )
 """Columns of a sample that change while it is made."""
 
 
 ID_BYTES, FLOAT_BYTES = 4, 8
-BLANK_STATE = ("waiting", None, None, None, 0, "[]", None, None, None, 0.0, None, 0, 0, 0, 0, 0, None)
+BLANK_STATE = ("waiting", None, None, None, 0, "[]", None, None, None, 0.0, None, 0, 0, 0, 0, 0, None, None, None)
 OBSERVED = 1.0
 """Stored for the log-probability of an observation's token, which has none: no log-probability is above 0. So what was
 generated can be told from what was not by a chunk alone."""
@@ -131,7 +133,7 @@ def restore(
     sample = _Stored.__new__(_Stored)
     sample.id, sample.index, seed, own_prompt, own_params, multi_turn = identity
     sample.status, sample.finish_reason, stop_reason, sample.failure, _, segments_text, *state = state
-    *timings, reward, _, _, masked, _, sample.attempts, sample.grade_failure = state
+    *timings, reward, _, _, masked, _, sample.attempts, sample.grade_failure, sample.grader, grade_details = state
     sample.group_id = group_id
     sample.prompt_ids = prompt if own_prompt is None else tuple(unpack_ids(own_prompt))
     sample.params = params if own_params is None else params_of(own_params)
@@ -140,11 +142,12 @@ def restore(
     sample._packed = (*output, segments_text)
     sample.timings = Timings(*timings)
     sample.reward = None if reward is None else float(reward)
+    sample.grade_details = None if grade_details is None else json.loads(grade_details)
     sample.multi_turn, sample.turn_ended, sample.masked = bool(multi_turn), turn_ended, min(masked, kept)
     sample.snapshot = sample.routed_experts = None
     if damage is not None:  # from the tokens that are left it goes on to the same end: they are all its state
         sample.finish_reason = sample.stop_reason = sample.failure = sample.timings.finished = None
-        sample.reward = sample.grade_failure = None
+        sample.reward = sample.grade_failure = sample.grader = sample.grade_details = None
     if damage is not None or not sample.is_done:  # nobody runs it now
         sample.status = "paused" if kept else "waiting"
     if not readable[0]:
@@ -174,13 +177,15 @@ def state_of(sample: Sample) -> tuple[Any, ...]:
         t.first_token,
         t.finished,
         t.running,
-        None if sample.reward is None else _storable(float(sample.reward)),
+        None if sample.reward is None else storable(float(sample.reward)),
         len(sample.output_ids) - sample.num_generated,
         int(sample.turn_ended),
         sample.masked,
         sample.num_masked,
         sample.attempts,
         _text(sample.grade_failure),
+        _text(sample.grader),
+        None if sample.grade_details is None else json.dumps(sample.grade_details),
     )
 
 
@@ -302,6 +307,6 @@ def _segments_json(segments: list[Segment]) -> str:
     return json.dumps([[s.start, s.end, s.version, s.engine, s.kv] for s in segments]) if segments else "[]"
 
 
-def _storable(value: float) -> float | str:
+def storable(value: float) -> float | str:
     """SQLite takes NaN for NULL, and -0.0 for 0.0."""
     return value if value and value == value else repr(value)

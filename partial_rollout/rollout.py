@@ -92,6 +92,7 @@ class Rollout:
         self.length_bias = LengthBias()
         self._warning: LengthBiasWarning | None = None
         self._loop: Loop | None = None
+        self._interrupted = False
         try:
             if snapshots and engine.tiers is not None:
                 self.store.use_tiers(engine.tiers)
@@ -178,7 +179,7 @@ class Rollout:
             for sample in group.samples:
                 sample.timings.submitted = now
             self._generation.open(group)
-        for group in groups:
+        for group in groups if self.listener is not ignore else ():
             for sample in group.samples:
                 self._emit("submit", sample=sample.id, group=group.id, num_tokens=len(sample.prompt_ids))
         return groups
@@ -207,11 +208,11 @@ class Rollout:
         with self.turn:
             self._begin(strategy)
         if self._loop is not None:
-            self._loop.wait(lambda: self._is_over(strategy))
+            self._loop.wait(lambda: self._interrupted or self._is_over(strategy))
         with self.turn:
             self._check_open()
             try:
-                while not self._is_over(strategy) and generation.advance():
+                while not (self._interrupted or self._is_over(strategy)) and generation.advance():
                     pass
                 if not strategy.keeps_running:
                     generation.halt()
@@ -219,12 +220,18 @@ class Rollout:
                 self._stop_after_error()
                 raise
             generation.commit()
+            self._interrupted = False
             groups = self._hand_over()
             if self._loop is not None:
                 generation.begin(self.strategy, self.iteration)
             elif not strategy.keeps_running:
                 generation.end()
             return groups
+
+    def interrupt(self) -> None:
+        """From any thread: the `collect` that is running ends after the step in hand, with the groups that are complete
+        by then; if none is, the next one does. For a trainer that stops."""
+        self._interrupted = True
 
     def _stop_after_error(self) -> None:
         self._generation.rescue()

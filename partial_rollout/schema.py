@@ -5,12 +5,13 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable
+from typing import Any
 
-from longtail.partial_rollout import routing_rows
+from longtail.partial_rollout import grade_rows, routing_rows
 from longtail.partial_rollout.ledger import BESIDE, LINES
 from longtail.partial_rollout.records import checksum_of
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION = 0x6C746C73  # "ltls"
 
 TABLES = """
@@ -52,7 +53,9 @@ CREATE TABLE samples (
     num_masked INTEGER NOT NULL DEFAULT 0,    -- of the masked tokens those that the policy wrote
     attempts INTEGER NOT NULL DEFAULT 0,
     grade_failure TEXT,
-    checksum INTEGER NOT NULL,  -- CRC-32 of status to grade_failure
+    grader TEXT,                -- name and version
+    grade_details TEXT,         -- JSON
+    checksum INTEGER NOT NULL,  -- CRC-32 of status to grade_details
     lost INTEGER NOT NULL DEFAULT 0,  -- tokens that were found damaged: on the ledger they failed
     snapshot TEXT,              -- JSON: checksum and record of its saved KV (saved_kv.py), NULL: none
     line TEXT NOT NULL          -- of the ledger
@@ -94,13 +97,14 @@ ROWS_AT_ONCE = 10_000
 def create(connection: sqlite3.Connection) -> None:
     _run(connection, TABLES)
     routing_rows.create(connection)
+    grade_rows.create(connection)
     connection.execute("INSERT INTO meta VALUES ('created', ?)", (str(time.time()),))
     names = ["generated", *LINES, *BESIDE]
     connection.executemany("INSERT INTO ledger VALUES (?, 0)", [(name,) for name in names])
 
 
 def add_turns_and_cuts(connection: sqlite3.Connection) -> None:
-    """From schema 2 to 3. Rows that are damaged stay so: their checksums are not made anew."""
+    """From schema 2 to 3."""
     _run(
         connection,
         """
@@ -125,31 +129,47 @@ CREATE TABLE removed (
 ) WITHOUT ROWID;
 """,
     )
-    identity = "name, position, seed, prompt, params"
-    state = (
-        "status, finish_reason, stop_reason, failure, num_tokens, segments, submitted, first_token, finished, running,"
-        " reward"
-    )
-    select = f"SELECT id, identity, checksum, {identity}, {state} FROM samples WHERE id > ? ORDER BY id LIMIT ?"
+    _extend(connection, "identity", "name, position, seed, prompt, params", (0,))
+    _extend(connection, "checksum", _STATE_2, (0, 0, 0, 0, 0, None))
+
+
+def add_graders(connection: sqlite3.Connection) -> None:
+    """From schema 3 to 4."""
+    connection.execute("ALTER TABLE samples ADD COLUMN grader TEXT")
+    connection.execute("ALTER TABLE samples ADD COLUMN grade_details TEXT")
+    grade_rows.create(connection)
+    columns = f"{_STATE_2}, num_observed, turn_ended, masked, num_masked, attempts, grade_failure"
+    _extend(connection, "checksum", columns, (None, None))
+
+
+_STATE_2 = (
+    "status, finish_reason, stop_reason, failure, num_tokens, segments, submitted, first_token, finished, running,"
+    " reward"
+)
+
+
+def _extend(connection: sqlite3.Connection, checksum: str, columns: str, added: tuple[Any, ...]) -> None:
+    """Makes a checksum of samples anew that covers further columns, whose values are `added`. Rows that are damaged
+    stay so."""
+    select = f"SELECT id, {checksum}, {columns} FROM samples WHERE id > ? ORDER BY id LIMIT ?"
     factory = connection.text_factory
     connection.text_factory = lambda data: data.decode(errors="replace")  # a damaged text may be no text any more
     try:
         last = 0
         while rows := connection.execute(select, (last, ROWS_AT_ONCE)).fetchall():
-            changes = []
-            for row, of_identity, of_state, *values in rows:
-                if checksum_of(values[:5]) == of_identity:
-                    of_identity = checksum_of((*values[:5], 0))
-                if checksum_of(values[5:]) == of_state:
-                    of_state = checksum_of((*values[5:], 0, 0, 0, 0, 0, None))
-                changes.append((of_identity, of_state, row))
-            connection.executemany("UPDATE samples SET identity = ?, checksum = ? WHERE id = ?", changes)
+            whole = [(row, values) for row, found, *values in rows if checksum_of(values) == found]
+            changes = [(checksum_of((*values, *added)), row) for row, values in whole]
+            connection.executemany(f"UPDATE samples SET {checksum} = ? WHERE id = ?", changes)
             last = rows[-1][0]
     finally:
         connection.text_factory = factory
 
 
-MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: routing_rows.create, 2: add_turns_and_cuts}
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {
+    1: routing_rows.create,
+    2: add_turns_and_cuts,
+    3: add_graders,
+}
 """What brings a store of schema version n to n + 1, inside a transaction. Each names its columns itself: those of today
 are not those of then."""
 

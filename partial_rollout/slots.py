@@ -34,7 +34,7 @@ class Slots:
     ) -> None:
         self.engine, self.store, self.strategy, self.workers = engine, store, strategy, workers
         self.staleness, self.snapshots = staleness, snapshots
-        queue = SampleQueue(self._order, lambda sample: (self.state.group(sample).number, sample.index))
+        queue = SampleQueue(self._order, self._age, self._stands)
         self.state = RolloutState(LengthEstimates(context=engine.max_model_len or UNBOUNDED), queue)
         self.begun = False
         """Whether an iteration is under way: else the strategy is asked nothing."""
@@ -51,36 +51,44 @@ class Slots:
         order = self.strategy.order(sample, self.state)
         return None if order is None else (1, *order)
 
+    def _age(self, sample: Sample) -> tuple[int, int]:
+        return self.state.groups[sample.group_id].number, sample.index
+
+    def _stands(self, sample: Sample) -> bool:
+        return self.strategy.fresh_stand and not self.state.groups[sample.group_id].started
+
     def wait_for(self, group_ids: Iterable[str]) -> None:
         """The iteration has to finish them, whatever the strategy says."""
         for group_id in group_ids:
             self.awaited.add(group_id)
-            for sample in self.state.groups[group_id].samples:
-                self.state.queue.reorder(sample)
+            self.state.queue.reorder(self.state.groups[group_id].samples)
 
     def admit(self) -> None:
         """Fills the free slots."""
-        state, free = self.state, self.engine.num_free_slots
+        state, queue, free = self.state, self.state.queue, self.engine.num_free_slots
         refused: set[str] = set()
-        while free > 0 and (first := state.queue.first()) is not None:
+        while free > 0 and (first := queue.first()) is not None:
             chosen = Admit(first) if first.group_id in self.awaited else self.strategy.admit(first, state)
             if chosen is None:
                 if first.id in refused:
                     return
                 refused.add(first.id)
-                state.queue.reorder(first)
+                queue.reorder((first,))
+                if queue.first() is first:
+                    return
                 continue
             free -= 1
-            sample, group = chosen.sample, state.group(chosen.sample)
-            self.store.watch([sample])
+            sample, group = chosen.sample, state.groups[chosen.sample.group_id]
+            self.store.watch((sample,))
             state.lengths.admit(sample)
-            self.engine.add([sample], limit=chosen.limit)
-            state.queue.remove(sample)
+            self.engine.add((sample,), limit=chosen.limit)
+            queue.remove(sample)
             state.running[sample.id] = sample
             state.started_with.setdefault(sample.id, len(sample.output_ids))
             state.num_admissions += 1
             if not group.started:
                 group.started = True
+                queue.stir(group.samples)
                 group.first_iteration = state.iteration
                 state.num_started += 1
                 if self.staleness is not None and self.staleness.is_due_at_once:

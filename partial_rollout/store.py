@@ -309,7 +309,9 @@ class SampleStore:
 
     def watch(self, samples: Iterable[Sample]) -> None:
         """An engine runs these from here on: what it adds to them is written with each commit."""
-        self._watched |= {s.id: s for s in samples if s.group_id in self._groups}
+        for sample in samples:
+            if sample.group_id in self._groups:
+                self._watched[sample.id] = sample
 
     def unwatch(self, samples: Iterable[Sample]) -> None:
         """An engine has given these back as it got them. (What it finishes or pauses is written once more, and then

@@ -98,11 +98,13 @@ def details(database: Database, name: str) -> dict[str, Any] | None:
             cuts[s][line] = tokens
         found_damaged = {d.sample.id: d.found for d in damages}
         pruned = delivery is not None and (delivery == -1 or 0 < delivery <= database.last_pruned())
+        regrades = database.grades("g.id = ?", (row,))
         saved = saved_kv.overview(database)
         samples = [_sample(s, *places[s.id], None if pruned else found_damaged.get(s.id)) for s in groups[0].samples]
         for sample in samples:
             sample["tokens_cut"] = cuts[sample["sample"]]
             sample["saved_kv"] = saved.get(sample["sample"])
+            sample["regrades"] = [dataclasses.asdict(one) for one in regrades.get(sample["sample"], [])]
     if name != group_name:
         return {"group": group_name, **next(s for s in samples if s["sample"] == name)}
     state = "open" if delivery is None else "thrown away" if delivery < 1 else f"delivery {delivery}"
@@ -132,6 +134,8 @@ def _sample(sample: Sample, line: str, lost: int, damage: str | None) -> dict[st
         "damage": damage,
         "reward": sample.reward,
         "grade_failure": sample.grade_failure,
+        "grader": sample.grader,
+        "grade_details": sample.grade_details,
         "seed": sample.seed,
         "params": dataclasses.asdict(sample.params),
         "segments": [dataclasses.asdict(segment) for segment in sample.segments],

@@ -40,6 +40,11 @@ class Workers:
     def __contains__(self, sample: Sample) -> bool:
         return sample.id in self._ungraded or sample.id in self._parked
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody works on anything, and nothing is left to be taken."""
+        return not (self._ungraded or self._parked or self._results)
+
     def samples(self) -> list[Sample]:
         return [*self._ungraded.values(), *self._parked.values()]
 
@@ -89,6 +94,8 @@ class Workers:
 
     def next_time(self) -> float | None:
         """Engine time of the next result, where it is known (virtual clocks)."""
+        if not (self._ungraded or self._parked):
+            return None
         times = [worker.next_time() for worker, held in self._both() if held]
         return min((t for t in times if t is not None), default=None)
 

@@ -32,7 +32,7 @@ NOT_IN_VOCABULARY = {"torch", "triton", *ALLOWED}
 LONG_FILES: dict[str, str] = {}
 """Files of more than 500 lines, and why each is better in one piece."""
 
-EXTRAS = {"gpu", "vllm", "trl", "ray", "notebooks", "dev"}
+EXTRAS = {"gpu", "vllm", "trl", "rewards", "ray", "lora", "serve", "notebooks", "dev"}
 
 
 # ---- imports

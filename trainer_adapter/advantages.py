@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from longtail.sample import is_zero_variance
+
 Advantage = Literal["mean_std", "mean", "leave_one_out"]
 
 STD_EPSILON = 1e-4
@@ -44,8 +46,3 @@ def group_advantages(rewards: Sequence[float], kind: Advantage = "mean_std") -> 
         return centred
     std = math.sqrt(math.fsum(x * x for x in centred) / (len(rewards) - 1))
     return [x / (std + STD_EPSILON) for x in centred]
-
-
-def is_zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether all are equal, exactly: such a group says nothing about which of its samples was better."""
-    return all(reward == rewards[0] for reward in rewards)

@@ -46,6 +46,30 @@ def expand(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return y.repeat_interleave(lengths, 0)
 
 
+def parts(tokens: torch.Tensor, taken: torch.Tensor, max_tokens: int) -> Iterator[torch.Tensor]:
+    """Items of a batch in parts: bool [S] each. tokens: int64 [S], of each item; taken: bool [S], those that are in a
+    part at all, in order; a part has at most `max_tokens`, or one item of more. ValueError: max_tokens below 1."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    sizes = tokens.tolist()
+    part: list[int] = []
+    total = 0
+    for i in taken.nonzero()[:, 0].tolist():
+        if part and total + sizes[i] > max_tokens:
+            yield _among(part, taken)
+            part, total = [], 0
+        part.append(i)
+        total += sizes[i]
+    if part:
+        yield _among(part, taken)
+
+
+def _among(items: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    chosen = torch.zeros_like(like)
+    chosen[list(items)] = True
+    return chosen
+
+
 # ---- records
 
 
@@ -280,25 +304,10 @@ class TrainBatch:
         there are no inputs) or of one longer sequence. Sequences without a token in the mask are skipped.
 
         ValueError without `weights`: a micro-batch cannot know what its tokens count in the whole batch."""
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         self.need("weights")
-        lengths = (self.lengths if self.inputs is None else self.inputs.lengths).tolist()
-        part: list[int] = []
-        tokens = 0
-        for i in self.trained.nonzero()[:, 0].tolist():
-            if part and tokens + lengths[i] > max_tokens:
-                yield self._part(part)
-                part, tokens = [], 0
-            part.append(i)
-            tokens += lengths[i]
-        if part:
-            yield self._part(part)
-
-    def _part(self, sequences: Sequence[int]) -> TrainBatch:
-        chosen = torch.zeros(len(self), dtype=torch.bool, device=self.mask.device)
-        chosen[list(sequences)] = True
-        return self.select(chosen)
+        lengths = self.lengths if self.inputs is None else self.inputs.lengths
+        for part in parts(lengths, self.trained, max_tokens):
+            yield self.select(part)
 
 
 def _want(name: str, value: torch.Tensor, shape: tuple[int, ...], kind: str) -> None:

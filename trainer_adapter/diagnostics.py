@@ -26,6 +26,8 @@ class Mismatch:
     """Of those, with factor 0 by a correction."""
     max_difference: float | None
     """max |log rho|: 0.0 where the trainer reproduces the rollout bit for bit."""
+    mean_difference: float | None
+    """Mean of |log rho|."""
     kl: float | None
     """KL(rollout || trainer), mean of -log rho: unbiased, may be negative."""
     kl_k3: float | None
@@ -82,6 +84,7 @@ def _mismatch(d: torch.Tensor, tokens: int, trained: int, dropped: int) -> Misma
             trained=trained,
             dropped=dropped,
             max_difference=None,
+            mean_difference=None,
             kl=None,
             kl_k3=None,
             mean_ratio=None,
@@ -94,7 +97,8 @@ def _mismatch(d: torch.Tensor, tokens: int, trained: int, dropped: int) -> Misma
         trained=trained,
         dropped=dropped,
         max_difference=float(d.abs().max()),
-        kl=-float(d.mean()),
+        mean_difference=float(d.abs().mean()),
+        kl=0.0 - float(d.mean()),  # and not -0.0
         kl_k3=float((torch.expm1(d) - d).mean()),
         mean_ratio=float(d.exp().mean()),
         ratio_quantiles=_quantiles(d.exp()),

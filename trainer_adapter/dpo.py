@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 
-from longtail.trainer_adapter.batch import Inputs, counts, moved, sums
+from longtail.trainer_adapter.batch import Inputs, counts, expand, moved, parts, sums
+from longtail.trainer_adapter.preferences import Pair
 
 DPOKind = Literal["sigmoid", "ipo"]
 
@@ -43,6 +45,37 @@ class PreferenceBatch:
             if value is not None and tuple(value.shape) != (size,):
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, must be [{size}]")
 
+    @classmethod
+    def from_pairs(cls, pairs: Sequence[Pair]) -> PreferenceBatch:
+        """On the CPU, with `inputs`: each sequence is the prompt and one response. Tokens that a pair's mask leaves out
+        are read and not trained on."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        lengths: list[int] = []
+        prompts: list[int] = []
+        for pair in pairs:
+            sides = ((pair.chosen_ids, pair.chosen_mask), (pair.rejected_ids, pair.rejected_mask))
+            for response, trained in sides:
+                ids += [*pair.prompt_ids, *response]
+                mask += [True] * len(response) if trained is None else trained
+                lengths.append(len(response))
+                prompts.append(len(pair.prompt_ids))
+        outputs = torch.tensor(lengths, dtype=torch.int64)
+        prompt_lengths = torch.tensor(prompts, dtype=torch.int64)
+        return cls(
+            lengths=outputs,
+            mask=torch.tensor(mask, dtype=torch.bool),
+            inputs=Inputs(
+                input_ids=torch.tensor(ids, dtype=torch.int64),
+                lengths=outputs + prompt_lengths,
+                prompt_lengths=prompt_lengths,
+            ),
+        )
+
+    def __len__(self) -> int:
+        """Pairs."""
+        return len(self.lengths) // 2
+
     def replace(self, **fields: Any) -> PreferenceBatch:
         """A batch with other fields, such as logprobs=..."""
         return dataclasses.replace(self, **fields)
@@ -56,10 +89,35 @@ class PreferenceBatch:
         return (counts(self.mask, self.lengths).view(-1, 2) > 0).all(1)
 
     def pair_weights(self) -> torch.Tensor:
-        """float [P], of the whole batch: 1 / pairs. Its parts take theirs from it: `part.replace(weights=...)`."""
+        """float64 [P], of the whole batch: 1 / pairs. Its parts take theirs from it: `part.replace(weights=...)`."""
         pairs = self.pairs
-        dtype = torch.get_default_dtype() if self.logprobs is None else self.logprobs.dtype
-        return pairs.to(dtype) / pairs.sum().clamp(min=1)
+        return pairs.double() / pairs.sum().clamp(min=1)
+
+    def select(self, chosen: torch.Tensor) -> PreferenceBatch:
+        """chosen bool [P] -> those pairs, in their order."""
+        if chosen.dtype != torch.bool or tuple(chosen.shape) != (len(self),):
+            raise ValueError(f"chosen is {chosen.dtype} of shape {tuple(chosen.shape)}, must be bool [{len(self)}]")
+        sequences = chosen.repeat_interleave(2)
+        tokens = expand(sequences, self.lengths)
+        return PreferenceBatch(
+            lengths=self.lengths[sequences],
+            mask=self.mask[tokens],
+            logprobs=None if self.logprobs is None else self.logprobs[tokens],
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[tokens],
+            weights=None if self.weights is None else self.weights[chosen],
+            inputs=None if self.inputs is None else self.inputs.select(sequences),
+        )
+
+    def split(self, max_tokens: int) -> Iterator[PreferenceBatch]:
+        """Micro-batches of whole pairs, in order, each of at most `max_tokens` input tokens (output tokens where there
+        are no inputs) or of one longer pair. Pairs without a loss are skipped.
+
+        ValueError without `weights`: a micro-batch cannot know what its pairs count in the whole batch."""
+        if self.weights is None:
+            raise ValueError("weights: a part cannot know what its pairs count; batch.replace(weights=pair_weights())")
+        lengths = self.lengths if self.inputs is None else self.inputs.lengths
+        for part in parts(lengths.view(-1, 2).sum(1), self.pairs, max_tokens):
+            yield self.select(part)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +130,9 @@ class DPOResult:
     chosen_reward: torch.Tensor
     """beta (log pi - log ref) of the chosen response, as the loss takes it (normalised by length or not)."""
     rejected_reward: torch.Tensor
+    chosen_logprob: torch.Tensor
+    """log pi of the chosen response, summed over its tokens in the mask."""
+    rejected_logprob: torch.Tensor
     correct: torch.Tensor
     """int64: pairs whose chosen response has the higher reward."""
 
@@ -129,10 +190,13 @@ def dpo_loss(
     pairs = batch.pairs
     weights = batch.pair_weights() if batch.weights is None else batch.weights
     rewards = torch.where(pairs, beta * torch.stack([chosen, rejected]).detach(), 0.0)
+    logprobs = torch.where(pairs, sums(now.detach(), batch.lengths).view(-1, 2).T, 0.0)
     return DPOResult(
-        loss=(torch.where(pairs, per_pair, 0.0) * weights).sum(),
+        loss=(torch.where(pairs, per_pair, 0.0) * weights.to(per_pair.dtype)).sum(),
         pairs=pairs.sum(),
         chosen_reward=rewards[0].sum(),
         rejected_reward=rewards[1].sum(),
+        chosen_logprob=logprobs[0].sum(),
+        rejected_logprob=logprobs[1].sum(),
         correct=(pairs & (rewards[0] > rewards[1])).sum(),
     )

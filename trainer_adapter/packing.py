@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from longtail.sample import OBSERVATION, Group, Sample
-from longtail.trainer_adapter.advantages import Advantage, group_advantages, is_zero_variance
+from longtail.sample import OBSERVATION, Group, Sample, is_zero_variance
+from longtail.trainer_adapter.advantages import Advantage, group_advantages
 from longtail.trainer_adapter.batch import Inputs, TrainBatch
 
 

@@ -37,7 +37,8 @@ def summary(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
     tokens_dropped (cut off or thrown away: the ledger says why) + tokens_unaccounted; the last is 0 unless a run was
     cut with samples in slots. tokens_trained: of everything handed over. tokens_wasted: aborted and dropped.
     tokens_reprefilled: computed again after a pause or a preemption (see `reprefilled`).
-    mean_reward: of the samples that were graded; grades_failed: how many could not be.
+    mean_reward: of the samples that were graded; grades_failed: how many could not be;
+    graders: names and versions of what graded them (none in traces that do not say).
     tail: seconds by cause (`tail_attribution`); what_if: rows of `what_if` without run.
     """
     facts, parts, steps, ended = runs(df), breakdown(df), iterations(df), lengths(df)
@@ -121,7 +122,8 @@ def _staleness(run: Run) -> dict[str, Any]:
 
 def _responses(ended: pd.DataFrame, run: Run) -> dict[str, Any]:
     tokens = [int(count) for count in ended["tokens"]]
-    grades = [event.value for event in run.of("grade")]
+    events = list(run.of("grade"))
+    grades = [event.value for event in events]
     rewards = [value for value in grades if not math.isnan(value)]
     return {
         "samples_finished": len(tokens),
@@ -131,4 +133,11 @@ def _responses(ended: pd.DataFrame, run: Run) -> dict[str, Any]:
         "capped_share": ratio(int((ended["reason"] == "length").sum()), len(tokens)),
         "mean_reward": ratio(math.fsum(rewards), len(rewards)),
         "grades_failed": len(grades) - len(rewards),
+        "graders": sorted({name for event in events if (name := grader_in(event.detail))}),
     }
+
+
+def grader_in(detail: str) -> str | None:
+    """Who graded, of a grade event's detail. None where it says only why there is no reward, as older traces do."""
+    name = detail.partition(": ")[0]
+    return name if name and " " not in name else None

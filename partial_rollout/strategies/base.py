@@ -10,7 +10,7 @@ same code runs on real and on simulated ones. A strategy of your own is a subcla
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from longtail.partial_rollout.groups import GroupState
 from longtail.partial_rollout.length_estimates import LengthEstimates
@@ -21,8 +21,7 @@ Order = tuple[Any, ...]
 """Sort key: smaller is admitted first. Of one length and one type at each place, within a strategy."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(NamedTuple):
     """Who gets the free slot."""
 
     sample: Sample
@@ -78,6 +77,13 @@ class Strategy:
     name: ClassVar[str]
     keeps_running: ClassVar[bool] = False
     """Samples stay in the engine between iterations, and weights change under them."""
+    fresh_stand: ClassVar[bool] = True
+    """The order of a sample of a group that nobody has begun does not change until the group is begun, so that it is
+    not asked for again when an iteration begins. A class with an `order` of its own has to say so of itself."""
+
+    def __init_subclass__(cls) -> None:
+        if "order" in vars(cls) and "fresh_stand" not in vars(cls):
+            cls.fresh_stand = False
 
     def __init__(self, *, groups: int | None = None) -> None:
         self.groups = None if groups is None else positive("groups", groups)
@@ -96,8 +102,8 @@ class Strategy:
 
     def order(self, sample: Sample, state: RolloutState) -> Order | None:
         """Key of a waiting sample: smaller is admitted first, of equals the one submitted first. None: not in this
-        iteration. Asked when an iteration has begun; and in it when the sample starts to wait, when a sibling has
-        finished, and after `admit` has refused it."""
+        iteration. Asked when an iteration has begun (but see `fresh_stand`), and in it when the sample starts to wait,
+        when a sibling has finished, and after `admit` has refused it."""
         return oldest_unfinished_first(sample, state)
 
     def admit(self, sample: Sample, state: RolloutState) -> Admit | None:
@@ -148,7 +154,7 @@ class BatchStrategy(Strategy):
 
 def oldest_unfinished_first(sample: Sample, state: RolloutState) -> Order:
     """Work that was begun before new work (samples, then groups), and all by age: nothing starves."""
-    group = state.group(sample)
+    group = state.groups[sample.group_id]
     return (not sample.output_ids, not group.started, group.number, sample.index)
 
 

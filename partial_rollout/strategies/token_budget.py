@@ -25,6 +25,7 @@ class TokenBudget(Strategy):
     """
 
     name = "token-budget"
+    fresh_stand = True
 
     def __init__(
         self, tokens: int, per: Literal["iteration", "sample"] = "iteration", *, groups: int | None = None

@@ -39,5 +39,13 @@ class StoreCorrupt(StoreError):
     """What is on disk is not a sample store, or is damaged."""
 
 
+class GradeError(LongtailError):
+    """A sample cannot be graded: what its task says is missing or wrong. It gets no reward, and not a reward of 0."""
+
+
+class SandboxUnavailable(LongtailError):
+    """Programs cannot be run in a sandbox here; they are never run without one."""
+
+
 class StoreFull(StoreError):
     """The disk is full: what was to be written is still in memory, and is written by the next commit that succeeds."""

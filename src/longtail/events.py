@@ -31,7 +31,7 @@ EventKind = Literal[
     "save",  # KV snapshot out; num_tokens
     "restore",  # KV snapshot in; num_tokens
     "update",  # new weights in place; value: policy version
-    "grade",  # value: reward
+    "grade",  # value: reward, NaN without one; detail: the grader, and behind ": " why there is no reward
     "train",
     "wait",  # nothing runs: for graders or environments (detail)
     "discard",  # a group is thrown away; num_seqs: samples, num_tokens: output tokens; detail: line of the ledger

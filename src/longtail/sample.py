@@ -88,6 +88,11 @@ class Sample:
     reward: float | None = None
     grade_failure: str | None = None
     """Why it has no reward: the grader timed out, crashed or raised."""
+    grader: str | None = None
+    """Name and version of what gave the reward or failed to (`math@1-0d9c4e21`; `environment`): rewards of two graders
+    are of two exams."""
+    grade_details: dict[str, Any] | None = None
+    """What the grader said beside the reward (the answer that it read, the parts of a sum): what JSON can say."""
     multi_turn: bool = False
     """Whether a stop (EOS, stop id, stop string) ends a turn of it and not the sample: the engine then takes it out,
     and it goes on when its environment has answered. Length caps, which observations count towards, still finish it."""
@@ -143,7 +148,11 @@ class Sample:
     @property
     def num_generated(self) -> int:
         """Output tokens that the policy wrote: all but the observations."""
-        return len(self.output_ids) - sum(len(s) for s in self.segments if s.version == OBSERVATION)
+        observed = 0
+        for segment in self.segments:
+            if segment.version == OBSERVATION:
+                observed += segment.end - segment.start
+        return len(self.output_ids) - observed
 
     @property
     def num_unread(self) -> int:
@@ -219,7 +228,8 @@ class Sample:
         if self.routed_experts is not None:
             self.routed_experts.truncate(max(self.num_tokens - 1, 0))
         self.masked = min(self.masked, length)
-        self.finish_reason = self.failure = self.reward = self.grade_failure = self.snapshot = None
+        self.finish_reason = self.failure = self.snapshot = None
+        self.reward = self.grade_failure = self.grader = self.grade_details = None
         if not self.turn_ended:
             self.stop_reason = None
         self.timings.finished = None
@@ -302,6 +312,13 @@ class Group:
     @property
     def is_complete(self) -> bool:
         return all(sample.is_done for sample in self.samples)
+
+
+def is_zero_variance(rewards: Sequence[float | None]) -> bool:
+    """Whether all are the same number: such a group says nothing about which of its samples was better. By equality,
+    since a standard deviation of equal numbers need not be 0 in floats, nor that of unequal ones differ from it. Not
+    where a reward is missing, is NaN, or where there is none."""
+    return len(rewards) > 0 and rewards[0] is not None and all(reward == rewards[0] for reward in rewards)
 
 
 def sample_seed(seed: int | None, group_id: str, index: int) -> int:

@@ -26,7 +26,9 @@ SETTINGS: dict[str, Any] = {"model": "m", "tasks": "mixed", "seed": 0, "iteratio
 VOID = {"meta", "link", "br", "hr", "img", "col", "input", "use", "path"}
 
 
-def bench(path: Path, *, tokens: int = 3, prompt: int = 5, sample: str = "p0/0", **settings: Any) -> Path:
+def bench(
+    path: Path, *, tokens: int = 3, prompt: int = 5, sample: str = "p0/0", grader: str = "math@1", **settings: Any
+) -> Path:
     """A directory with a trace of one run."""
     path.mkdir()
     writer = TraceWriter()
@@ -38,6 +40,7 @@ def bench(path: Path, *, tokens: int = 3, prompt: int = 5, sample: str = "p0/0",
         Event("admit", 0.0, sample=sample, group="p0", value=prompt),
         Event("step", 0.0, 1.0, num_seqs=1, num_tokens=tokens, num_output_tokens=tokens),
         Event("finish", 1.0, sample=sample, group="p0", num_tokens=tokens, detail="stop"),
+        Event("grade", 1.0, sample=sample, group="p0", value=0.5, detail=grader),
         Event("hand_over", 1.0, group="p0", num_seqs=1, num_tokens=tokens),
         Event("iteration_end", 1.0),
         Event("run_end", 1.0),
@@ -50,6 +53,9 @@ def bench(path: Path, *, tokens: int = 3, prompt: int = 5, sample: str = "p0/0",
 def test_like_runs_are_compared(tmp_path: Path) -> None:
     loaded = load([bench(tmp_path / "a"), bench(tmp_path / "b", slots=4)])
     assert list(loaded.summary) == ["a/sync", "b/sync"] and loaded.unlike == []
+    assert loaded.summary["a/sync"]["graders"] == ["math@1"]
+    old = load([tmp_path / "a", bench(tmp_path / "old", grader="timed out after 3 s")])  # traces that do not say
+    assert old.summary["old/sync"]["graders"] == [] and old.unlike == []
     assert loaded.meta["model"] == "m" and loaded.meta["slots (a)"] == 2 and loaded.meta["slots (b)"] == 4
     assert list(load([tmp_path / "a"]).summary) == ["sync"]
     assert list(load([tmp_path / "a" / "trace.parquet"]).summary) == ["sync"]
@@ -63,6 +69,8 @@ def test_like_runs_are_compared(tmp_path: Path) -> None:
         ({"seed": 1}, "seed is 0 in a and 1 in b"),
         ({"max_tokens": 99}, "max_tokens is 9 in a and 99 in b"),
         ({"temperature": None}, "temperature is 0.7 in a and unknown in b"),
+        ({"grader": "math@2"}, "grader is math@1 in a and math@2 in b"),
+        ({"grader": "math@2: timed out after 3 s"}, "grader is math@1 in a and math@2 in b"),
         ({"prompt": 6}, "prompts: sample p0/0 has 5 prompt tokens in a and 6 in b"),
         ({"tokens": 4}, "lengths: sample p0/0 has 3 output tokens in a and 4 in b"),
         ({"sample": "q0/0"}, "samples: none of a is in b"),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from longtail.bench import analysis, simulate_published
+from longtail.bench import analysis, simulate_published, simulate_scale
 from longtail.bench.cli import app
-from longtail.bench.cluster_spec import CONFIGS, ClusterSpec, Drafting, Speculation, read_spec, spec_of
+from longtail.bench.cluster_spec import CONFIGS, ClusterSpec, Drafting, Seconds, Speculation, read_spec, spec_of
 from longtail.bench.cost_model import CostModel, StepModel
+from longtail.bench.simulate import run as run_one
 from longtail.bench.simulate import simulate
 from longtail.bench.workload import Workload, parse_workload
 from longtail.partial_rollout.engines.simulated import LinearCost
@@ -89,6 +91,38 @@ def test_the_same_again() -> None:
     for run in runs:
         del run["host_seconds"]
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", ["sync", "bounded-staleness"])
+def test_the_cost_of_a_sample_does_not_grow_with_their_number(name: str) -> None:
+    """Calls of Python functions a sample, which are the same in every run, where a time is not. All of them wait from
+    the start, as where a whole epoch is submitted: with four times the samples there are four times the iterations, and
+    were each to ask all that wait for their order, that would be a quarter of the calls again."""
+    spec = dataclasses.replace(simulate_scale.spec(16, 16), seconds=Seconds(train=1.0))
+    calls: list[float] = []
+    for groups in (100, 400):
+        load = parse_workload("lognormal(median=2000, sigma=1.0, cap=32768)", groups=groups, group_size=8)
+        count = 0
+
+        def profile(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            run_one(spec, load, name, at_once=True)
+        finally:
+            sys.setprofile(None)
+        calls.append(count / len(load))
+    assert calls[1] < 1.15 * calls[0], calls
+
+
+def test_the_curve_has_a_row_for_each_size() -> None:
+    rows = simulate_scale.curve((160, 80), instances=2)
+    assert [row["samples"] for row in rows] == [80, 160]
+    for row in rows:
+        assert row["us_per_sample"] == pytest.approx(simulate_scale.EVENTS * row["us_per_event"])
+        assert row["tokens"] > 0 and len(simulate_scale.line(row)) == len(simulate_scale.HEADER)
 
 
 def test_drafting_by_hand() -> None:

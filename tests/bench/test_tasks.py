@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from longtail.bench import tasks
-from longtail.bench.tasks import Task, extract_answer, grade, load_tasks, parse_mix, prompt_ids, verdict
+from longtail.bench.tasks import Task, grade, load_tasks, parse_mix, prompt_ids, verdict
+from longtail.trainer_adapter.rewards.answers import extract_answer
 
 SMOL = Path("/scratch/models/smol")
 

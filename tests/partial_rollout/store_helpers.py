@@ -12,7 +12,8 @@ from longtail.sample import FinishReason, Segment
 from longtail.version import PolicyVersion
 
 FILE = "samples.sqlite"
-TURNS = ("multi_turn", "turn_ended", "masked", "attempts", "grade_failure", "loss_mask", "num_generated")
+TURNS = ("multi_turn", "turn_ended", "masked", "attempts", "loss_mask", "num_generated")
+GRADE = ("grade_failure", "grader", "grade_details")
 
 
 def make(name: str, n: int = 1, **params: object) -> Group:
@@ -38,7 +39,7 @@ def record(sample: Sample) -> dict[str, object]:
     """Everything of a sample that a store must give back."""
     fields = ("id", "group_id", "index", "prompt_ids", "params", "seed", "output_ids", "versions", "status")
     values: dict[str, object] = {
-        f: getattr(sample, f) for f in (*fields, "finish_reason", "stop_reason", "failure", *TURNS)
+        f: getattr(sample, f) for f in (*fields, "finish_reason", "stop_reason", "failure", *TURNS, *GRADE)
     }
     values["logprobs"] = [x.hex() for x in sample.logprobs]
     values["segments"] = [(s.start, s.end, s.version, s.engine, s.kv) for s in sample.segments]

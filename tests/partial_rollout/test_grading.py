@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import os
@@ -141,6 +142,19 @@ def test_the_grader_is_named(make: Make, graders: ModuleType, grader: str, versi
     made = graders.Threshold(2) if grader == "Threshold" else getattr(graders, grader)
     grade = only(make(made, version=version), ask("s"))
     assert grade.grader == name and grade.reward == (3.0 if grader == "length" else 1.0)
+
+
+def test_details_come_along(make: Make, graders: ModuleType) -> None:
+    pool = make(graders.Named())
+    assert pool.grader == "named@3"
+    details = {"answer": "\u00e9", "parts": {"a": [1, 0.5, None]}}
+    grade = only(pool, dataclasses.replace(ask("s"), task=details))
+    assert (grade.reward, grade.details, grade.grader) == (0.5, details, "named@3")
+    assert only(pool, dataclasses.replace(ask("s"), task=None)).details is None
+    for task in ("a set", "an object"):  # what JSON cannot say, and what is no dict
+        refused = only(pool, dataclasses.replace(ask("s"), task=task))
+        assert refused.reward is None and refused.failure is not None and refused.details is None
+        assert "details" in refused.failure or "object" in refused.failure
 
 
 def test_what_a_grade_refuses() -> None:

@@ -15,7 +15,7 @@ from longtail.partial_rollout.engines.simulated.engine import SimulatedEngine
 from longtail.partial_rollout.engines.simulated.script import Length, log_normal, scripted
 from longtail.partial_rollout.environment import Observation, Turn, TurnRequest
 from longtail.partial_rollout.grading import Grade, GradeRequest
-from longtail.partial_rollout.groups import GroupRules, is_zero_variance
+from longtail.partial_rollout.groups import GroupRules
 from longtail.partial_rollout.staleness import StalenessRule
 
 CAP = 40
@@ -115,18 +115,6 @@ def test_a_cancelled_group_leaves_nothing() -> None:
 # ---- rewards
 
 
-def test_zero_variance_is_equality() -> None:
-    def group(*rewards: float | None) -> Group:
-        made = Group.from_prompt("g", [5], SamplingParams(n=len(rewards)))
-        for sample, reward in zip(made.samples, rewards, strict=True):
-            sample.reward = reward
-        return made
-
-    assert is_zero_variance(group(0.1, 0.1, 0.1))  # whose standard deviation in floats is not 0
-    assert not is_zero_variance(group(0.3, 0.1 + 0.2))
-    assert not is_zero_variance(group(1.0, None)) and not is_zero_variance(group(None, None))
-
-
 def test_groups_of_equal_rewards_are_refilled() -> None:
     """a teaches nothing and is dropped; c, the next prompt, takes its place in the same iteration."""
     rewards = {"b/0": 0.0, "c/1": 0.5}
@@ -180,6 +168,8 @@ def test_a_grader_that_fails_is_data() -> None:
     first, second = bench.groups["a"].samples
     assert (first.status, first.reward, first.grade_failure) == ("finished", None, "timed out after 30 s")
     assert second.reward == 1.0
+    assert first.grader == second.grader == "toy"
+    assert [e.detail for e in bench.events if e.kind == "grade"] == ["toy: timed out after 30 s", "toy"]
 
 
 # ---- environments
@@ -218,6 +208,7 @@ def test_hundreds_of_samples_wait_for_their_environment() -> None:
         assert sample.versions == [0] * 5 + [-1] * 3 + [0] * 5
         assert sample.loss_mask == [True] * 5 + [False] * 3 + [True] * 5
         assert (sample.status, sample.finish_reason, sample.reward) == ("finished", "stop", 0.25)
+        assert sample.grader == "environment"
     ledger = rollout.store.ledger
     assert (ledger.generated, ledger.lines["trained"], ledger.beside["recomputed"]) == (3000, 3000, 0)
     waited = [e for e in events if e.kind == "wait"]

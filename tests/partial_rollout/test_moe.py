@@ -20,10 +20,10 @@ from transformers import (
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from longtail import ExactNumericsUnavailable, NativeEngine
-from longtail.kernels.activation import silu_mul
 from longtail.kernels.linear import RowRule
 from longtail.partial_rollout.engines.native import interface, loader, moe
 from longtail.partial_rollout.engines.native.decoder import weights_of
+from longtail.partial_rollout.engines.native.differentiable import silu_mul
 from longtail.partial_rollout.engines.native.row_invariant import RowInvariantFunctions
 from longtail.sample import Sample
 

@@ -85,6 +85,42 @@ def test_real_engine_same_samples(make_engine: EngineMaker, tmp_path: Path) -> N
         assert again.ledger.pending == 0
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_interrupt_ends_a_collect_after_the_step_in_hand(make_engine: EngineMaker, background: bool) -> None:
+    """From another thread, in the middle of it; nothing is lost, and the samples become what they would have."""
+
+    def groups() -> list[Group]:
+        return [group(f"g{i}", prompt(7 + i, i), n=2, max_tokens=40) for i in range(6)]
+
+    plain = {s.id: s for s in generate(make_engine(), *groups())}
+    made: dict[str, Any] = {}
+    with Rollout(
+        make_engine(max_num_seqs=2), strategy="bounded-staleness:groups=6,eta=1", background=background
+    ) as rollout:
+        rollout.submit(groups())
+        start = rollout.engine.stats().num_output_tokens
+
+        def interrupt() -> None:
+            until(lambda: rollout.engine.stats().num_output_tokens > start + 10)
+            rollout.interrupt()
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        early = rollout.collect()
+        thread.join()
+        assert len(early) < 6
+        rollout.check_integrity()
+        rollout.interrupt()  # nobody collects: the next one ends at once
+        early += rollout.collect()
+        assert len(early) < 6
+        for done in [*early, *rollout.collect(wait=True)]:
+            made |= {s.id: s for s in done.samples}
+        rollout.check_integrity()
+    assert made.keys() == plain.keys()
+    for name, sample in made.items():
+        assert_same(sample, plain[name])
+
+
 def test_real_engine_takes_weights_and_cancels_meanwhile(make_engine: EngineMaker) -> None:
     weights = make_model("llama", seed=1).state_dict()
     with Rollout(make_engine(max_num_seqs=4), strategy=SPEC, background=True) as rollout:

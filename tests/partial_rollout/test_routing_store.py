@@ -122,7 +122,10 @@ def test_a_store_of_schema_1_gets_the_table(tmp_path: Path) -> None:
         connection.execute("DROP TABLE routing")
         connection.execute("DROP TABLE cuts")
         connection.execute("DROP TABLE removed")
+        connection.execute("DROP TABLE grades")
         for column in ("multi_turn", "num_observed", "turn_ended", "masked", "num_masked", "attempts", "grade_failure"):
+            connection.execute(f"ALTER TABLE samples DROP COLUMN {column}")
+        for column in ("grader", "grade_details"):
             connection.execute(f"ALTER TABLE samples DROP COLUMN {column}")
         identity = "name, position, seed, prompt, params"
         state = "status, finish_reason, stop_reason, failure, num_tokens, segments, submitted, first_token, finished"

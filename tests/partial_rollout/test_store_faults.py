@@ -277,40 +277,40 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
 
 def test_a_newer_schema_is_refused(stored: Path) -> None:
     with raw(stored) as connection:
-        connection.execute("PRAGMA user_version = 4")
+        connection.execute("PRAGMA user_version = 5")
     before = contents(stored)
     for read_only in (True, False):
-        with pytest.raises(StoreCorrupt, match=r"schema 4\) was made by a newer longtail; upgrade"):
+        with pytest.raises(StoreCorrupt, match=r"schema 5\) was made by a newer longtail; upgrade"):
             Database(stored, read_only=read_only)
     assert contents(stored) == before
 
 
 def test_an_older_schema_is_brought_up(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def to_4(connection: sqlite3.Connection) -> None:
+    def to_5(connection: sqlite3.Connection) -> None:
         connection.execute("ALTER TABLE groups ADD COLUMN note TEXT")
 
-    def to_5(connection: sqlite3.Connection) -> None:
+    def to_6(connection: sqlite3.Connection) -> None:
         connection.execute("UPDATE groups SET note = 'of ' || name")
         if fails:
             raise OSError(errno.EIO, "broken step")
 
-    monkeypatch.setattr(database_module, "SCHEMA_VERSION", 5)
-    with pytest.raises(StoreError, match="has schema 3, from which there is no way to 5"):
+    monkeypatch.setattr(database_module, "SCHEMA_VERSION", 6)
+    with pytest.raises(StoreError, match="has schema 4, from which there is no way to 6"):
         SampleStore(stored)
-    monkeypatch.setattr(database_module, "MIGRATIONS", {3: to_4, 4: to_5})
-    with pytest.raises(StoreError, match="has schema 3: open it for writing once to bring it to 5"):
+    monkeypatch.setattr(database_module, "MIGRATIONS", {4: to_5, 5: to_6})
+    with pytest.raises(StoreError, match="has schema 4: open it for writing once to bring it to 6"):
         Database(stored, read_only=True)
     fails = True
     with pytest.raises(StoreError, match="broken step"):
         SampleStore(stored)
     with raw(stored) as connection:  # the step that failed left nothing; the one before it stands
-        assert connection.execute("PRAGMA user_version").fetchone() == (4,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (5,)
         assert connection.execute("SELECT DISTINCT note FROM groups").fetchall() == [(None,)]
     fails = False
     with SampleStore(stored) as store:
         assert [len(s.output_ids) for s in store.unfinished()] == [20, 20] and store.last_delivery == 1
         assert store._database.query("SELECT note FROM groups ORDER BY id") == [("of done",), ("of a",)]
-        assert store._database.query("PRAGMA user_version") == [(5,)]
+        assert store._database.query("PRAGMA user_version") == [(6,)]
 
 
 # ---- one process

@@ -24,7 +24,7 @@ def old_store(directory: Path) -> Path:
 
 def test_a_store_of_schema_2_is_brought_up(tmp_path: Path) -> None:
     directory = old_store(tmp_path / "store")
-    with pytest.raises(StoreError, match="has schema 2: open it for writing once to bring it to 3"):
+    with pytest.raises(StoreError, match="has schema 2: open it for writing once to bring it to 4"):
         Database(directory, read_only=True)
     with opened(directory) as store:
         assert store.damages == []

@@ -153,6 +153,23 @@ VERBS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class Detailed(float):
+    details: Any
+
+
+class Named:
+    """A grader with a name and a version, whose rewards have details: those that the task says."""
+
+    name, version = "named", "3"
+
+    def __call__(self, request: GradeRequest) -> float:
+        reward = Detailed(0.5)
+        reward.details = object() if request.task == "an object" else request.task
+        if request.task == "a set":
+            reward.details = {"a": {1, 2}}
+        return reward
+
+
 class Threshold:
     """A grader with a version, and with state."""
 

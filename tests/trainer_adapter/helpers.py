@@ -84,6 +84,18 @@ def make_group(name: str, rewards: Sequence[float | None], versions: Sequence[in
     return Group(name, [make_sample(name, i, versions, reward) for i, reward in enumerate(rewards)])
 
 
+def with_random_logprobs(batch: TrainBatch) -> TrainBatch:
+    """From each sample's own seed, so that a sample has the same in any batch. Ratios within every clip."""
+    drift = 0.02
+    now, ref = [], []
+    for name, length in zip(batch.sample_ids, batch.lengths.tolist(), strict=True):
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        now.append(drift * torch.randn(length, generator=generator))
+        ref.append(drift * torch.randn(length, generator=generator))
+    rollout = batch.rollout_logprobs
+    return batch.replace(logprobs=(rollout + torch.cat(now)).requires_grad_(), ref_logprobs=rollout + torch.cat(ref))
+
+
 def grad(loss: torch.Tensor, batch: Any) -> torch.Tensor:
     (found,) = torch.autograd.grad(loss, [batch.logprobs])
     return found

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from longtail.trainer_adapter.advantages import Advantage, group_advantages, is_zero_variance
+from longtail.sample import is_zero_variance
+from longtail.trainer_adapter.advantages import Advantage, group_advantages
 
 KINDS: tuple[Advantage, ...] = ("mean_std", "mean", "leave_one_out")
 

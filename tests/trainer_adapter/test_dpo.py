@@ -36,12 +36,14 @@ def reference(b: PreferenceBatch, **settings: Any) -> dict[str, float]:
     smoothing, normalized = settings.get("label_smoothing", 0.0), settings.get("length_normalized", kind == "ipo")
     assert b.logprobs is not None and b.ref_logprobs is not None
     x = (b.logprobs - b.ref_logprobs).tolist()
-    start, scores = 0, []
+    start, scores, logprobs = 0, [], []
     for length in b.lengths.tolist():
         own = [x[t] for t in range(start, start + length) if b.mask[t]]
         scores.append(sum(own) / len(own) if normalized else sum(own))
+        logprobs.append(sum(b.logprobs[t].item() for t in range(start, start + length) if b.mask[t]))
         start += length
-    found = {"loss": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0, "correct": 0.0}
+    names = ("loss", "chosen_reward", "rejected_reward", "correct", "chosen_logprob", "rejected_logprob")
+    found = dict.fromkeys(names, 0.0)
     count = len(scores) // 2
     for chosen, rejected in zip(scores[::2], scores[1::2], strict=True):
         delta = chosen - rejected
@@ -51,6 +53,7 @@ def reference(b: PreferenceBatch, **settings: Any) -> dict[str, float]:
         found["chosen_reward"] += beta * chosen
         found["rejected_reward"] += beta * rejected
         found["correct"] += chosen > rejected
+    found["chosen_logprob"], found["rejected_logprob"] = sum(logprobs[::2]), sum(logprobs[1::2])
     return found
 
 

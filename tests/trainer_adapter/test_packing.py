@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer_adapter.helpers import grad, make_group, make_sample, random_batch
+from tests.trainer_adapter.helpers import grad, make_group, make_sample, random_batch, with_random_logprobs
 
 from longtail.sample import OBSERVATION, Group
 from longtail.sampling_params import SamplingParams
@@ -135,18 +135,6 @@ def test_moving_keeps_everything() -> None:
             assert before == after, field.name
     assert batch.inputs is not None and there.inputs is not None
     assert torch.equal(batch.inputs.input_ids, there.inputs.input_ids)
-
-
-def with_random_logprobs(batch: TrainBatch) -> TrainBatch:
-    """From each sample's own seed, so that a sample has the same in any batch. Ratios within every clip."""
-    drift = 0.02
-    now, ref = [], []
-    for name, length in zip(batch.sample_ids, batch.lengths.tolist(), strict=True):
-        generator = torch.Generator().manual_seed(sum(map(ord, name)))
-        now.append(drift * torch.randn(length, generator=generator))
-        ref.append(drift * torch.randn(length, generator=generator))
-    rollout = batch.rollout_logprobs
-    return batch.replace(logprobs=(rollout + torch.cat(now)).requires_grad_(), ref_logprobs=rollout + torch.cat(ref))
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from longtail.sample import Group, Sample, Segment, sample_seed
+from longtail.sample import Group, Sample, Segment, is_zero_variance, sample_seed
 from longtail.sampling_params import SamplingParams
 from longtail.version import PolicyVersion
 
@@ -150,6 +151,14 @@ def test_a_group_is_complete_when_every_sample_is_done() -> None:
     assert not group.is_complete
     group.samples[1].status = "failed"
     assert group.is_complete
+
+
+def test_zero_variance_is_equality() -> None:
+    assert is_zero_variance([0.1, 0.1, 0.1])  # whose standard deviation in floats is not 0
+    assert is_zero_variance([1.0]) and is_zero_variance([0.0, -0.0, 0])
+    assert not is_zero_variance([0.3, 0.1 + 0.2])  # apart by one unit in the last place
+    unlike: list[list[float | None]] = [[], [1.0, None], [None, 1.0], [None, None], [math.nan, math.nan]]
+    assert not any(is_zero_variance(rewards) for rewards in unlike)
 
 
 # ---- seeds

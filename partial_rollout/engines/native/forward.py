@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -59,16 +60,17 @@ class Forward:
 _running = threading.local()
 
 
-def current() -> Forward:
-    """Inside a module's forward: the pass that this thread runs."""
-    forward: Forward = _running.forward
-    return forward
+def current() -> Any:
+    """Inside a module's forward: the pass that this thread runs, a `Forward` (a `TrainingPass` of the trainer's)."""
+    return _running.forward
 
 
 @contextlib.contextmanager
-def running(forward: Forward) -> Iterator[None]:
+def running(forward: Any) -> Iterator[None]:
+    """forward: what `current` returns inside; passes may nest (a layer that is computed again within another pass)."""
+    before = getattr(_running, "forward", None)
     _running.forward = forward
     try:
         yield
     finally:
-        del _running.forward
+        _running.forward = before

@@ -18,14 +18,13 @@ import torch
 from torch import nn
 
 from longtail.errors import ExactNumericsUnavailable, UnsupportedModel
-from longtail.kernels.activation import gelu_tanh
 from longtail.kernels.attention import AttentionVariant, paged_attention
-from longtail.kernels.gates import silu
 from longtail.kernels.kv import store_kv
 from longtail.kernels.linear import Backend, PackedLinear, RowRule
-from longtail.kernels.norm import rms_norm, rms_norm_reference
+from longtail.kernels.norm import rms_norm_reference
 from longtail.partial_rollout.engines.native.batch import ForwardBatch
 from longtail.partial_rollout.engines.native.decoder import weights_of
+from longtail.partial_rollout.engines.native.differentiable import gelu_tanh, rms_norm, silu
 from longtail.partial_rollout.engines.native.forward import Forward, current, running
 from longtail.partial_rollout.engines.native.latent import AbsorbedProjection, attend, has_latents, keep_latents
 from longtail.partial_rollout.engines.native.moe import PackedExperts, form_of, routed, unknown_experts
@@ -86,8 +85,7 @@ class _RowInvariantRMSNorm(nn.Module):
         self.weight, self.eps, self.offset = weight, eps, offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.detach()
-        return rms_norm(x, 1.0 + weight if self.offset else weight, self.eps)
+        return rms_norm(x, 1.0 + self.weight if self.offset else self.weight, self.eps)
 
 
 @torch.no_grad()
@@ -201,21 +199,38 @@ class Replaced(NamedTuple):
     projections: dict[str, AbsorbedProjection]
 
 
-def replace_modules(model: nn.Module, rule: RowRule) -> Replaced:
+class Replacements(NamedTuple):
+    """What takes the place of modules that hold weights."""
+
+    linear: Callable[[nn.Module, Backend], nn.Module]
+    is_linear: Callable[[nn.Module], bool]
+    experts: type[PackedExperts]
+    projection: type[AbsorbedProjection]
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+PACKED = Replacements(_RowInvariantLinear, is_plain_linear, PackedExperts, AbsorbedProjection)  # type: ignore[arg-type]
+
+
+def replace_modules(model: nn.Module, rule: RowRule, by: Replacements = PACKED) -> Replaced:
     """Puts row-invariant modules in the place of those that have one."""
     replaced = Replaced({}, {}, {})
+    gone = "?"  # how the names begin of what was part of the module replaced last; they come right behind it
     for name, module in list(model.named_modules()):
         parent, _, leaf = name.rpartition(".")
-        other: nn.Module | None
-        if parent in replaced.experts or name in replaced.projections:  # gone with what it was part of
+        other: Any
+        if name.startswith(gone) or name in replaced.projections:
             continue
         if has_latents(module):
-            replaced.projections[f"{name}.kv_b_proj"] = keep_latents(module, rule)
+            replaced.projections[f"{name}.kv_b_proj"] = keep_latents(module, rule, by.projection)
             continue
-        if type(module) is nn.Linear:
-            other = replaced.linears[name] = _RowInvariantLinear(module, rule.backend)
+        if by.is_linear(module):
+            other = replaced.linears[name] = by.linear(module, rule.backend)  # type: ignore[assignment]
         elif (form := form_of(module)) is not None:
-            other = replaced.experts[name] = PackedExperts(form, dict(module.named_parameters(recurse=False)), rule)
+            other = replaced.experts[name] = by.experts(form, dict(module.named_parameters(recurse=False)), rule)
         elif isinstance(module, nn.SiLU) or type(module).__name__ == "SiLUActivation":
             other = _RowInvariantSiLU()
         elif type(module).__name__ in GELU_TANH or getattr(module, "approximate", None) == "tanh":
@@ -224,6 +239,7 @@ def replace_modules(model: nn.Module, rule: RowRule) -> Replaced:
             other = row_invariant_norm(module)
         if other is not None:
             setattr(model.get_submodule(parent), leaf, other)
+            gone = f"{name}."
     return replaced
 
 

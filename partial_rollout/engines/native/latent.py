@@ -60,10 +60,12 @@ def has_latents(module: nn.Module) -> bool:
     )
 
 
-def keep_latents(module: nn.Module, rule: RowRule) -> AbsorbedProjection:
+def keep_latents(
+    module: nn.Module, rule: RowRule, kind: type[AbsorbedProjection] = AbsorbedProjection
+) -> AbsorbedProjection:
     """Changes an attention module in place so that what reaches the attention interface as key and value are the
     rotated key [1, 1, T, rope_dim] and the latent [1, 1, T, rank]."""
-    projection = AbsorbedProjection(module, rule)
+    projection = kind(module, rule)
     module.kv_b_proj = projection
     module.expand_kv = _hand_through  # type: ignore[assignment]
     return projection

@@ -117,10 +117,8 @@ def build_decoder(
     """
     spec = _spec(model)
     model.set_experts_implementation("eager")  # the library's others take some sizes only
-    # Beyond the smallest window, or a wrong one would not be seen.
-    smallest = min((window for window in spec.windows if 0 < window <= PROBED_WINDOW), default=0)
-    n = max(11, min(11 + smallest, spec.max_positions))
-    ids = torch.randint(0, spec.vocab_size, (n,), generator=torch.Generator().manual_seed(0))
+    ids = probe_ids(spec)
+    n = len(ids)
     with torch.no_grad(), moe.watched(model) as top_k:
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
     if record_routing:
@@ -130,7 +128,7 @@ def build_decoder(
     use_fused = FusedDecoder.supports(model) if fused is None else fused
     decoder: Decoder
     decoder = FusedDecoder(model, spec, rule.backend) if use_fused else InterfaceDecoder(model, spec, rule, exact)
-    probe = _Probe(decoder, rule, block_size)
+    probe = Probe(decoder, rule, block_size)
     try:
         got = probe.run([(ids.tolist(), [n - 4, 1, 3])])[0]
     except (AttributeError, TypeError, RuntimeError, IndexError) as cause:
@@ -154,7 +152,15 @@ def build_decoder(
     return decoder, rule
 
 
-class _Probe:
+def probe_ids(spec: DecoderSpec, at_least: int = 11) -> torch.Tensor:
+    """int64 [n], random, on which a way of computing is compared with another: beyond the smallest window, or a wrong
+    one would not be seen."""
+    smallest = min((window for window in spec.windows if 0 < window <= PROBED_WINDOW), default=0)
+    n = min(max(at_least, 11 + smallest), max(spec.max_positions, 11))
+    return torch.randint(0, spec.vocab_size, (n,), generator=torch.Generator().manual_seed(0))
+
+
+class Probe:
     """Runs a few tokens through a decoder in given chunks, all logits out."""
 
     def __init__(self, decoder: Decoder, rule: RowRule, block_size: int) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from longtail.kernels.activation import gelu_tanh, sigmoid, silu_mul
 from longtail.kernels.linear import PackedLinear, RowRule
+from longtail.partial_rollout.engines.native.differentiable import gelu_tanh, sigmoid, silu_mul
 from longtail.partial_rollout.engines.native.row_invariant import bare_matrices
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -30,6 +30,9 @@ BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 """gate_up [T, 2 I] -> [T, I], rows independent bit for bit."""
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""[T, in] -> [T, out], T padded by the rule."""
 
 
 # ---- what a pass routes
@@ -50,11 +53,12 @@ class Routed:
 @contextlib.contextmanager
 def routed(rows: int) -> Iterator[Routed]:
     """Around a forward pass of which the first `rows` rows are no padding."""
+    before = getattr(_thread, "routed", None)
     _thread.routed = record = Routed(rows)
     try:
         yield record
     finally:
-        del _thread.routed
+        _thread.routed = before
 
 
 # ---- how experts compute
@@ -148,7 +152,7 @@ class PackedExperts(nn.Module):
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """weights: gate_up_proj, down_proj and perhaps their biases, [experts, ...] as the model has them."""
-        packed = []
+        packed: list[list[Linear]] = []
         for name, bias_name in zip(WEIGHTS, BIASES, strict=True):
             weight, bias = weights[name].float(), weights.get(bias_name)
             packed.append(

@@ -20,10 +20,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from longtail.kernels.activation import sigmoid
-from longtail.kernels.gates import silu, softplus
 from longtail.kernels.linear import PackedLinear, RowRule
-from longtail.kernels.softmax import softmax
+from longtail.partial_rollout.engines.native.differentiable import TrainedLinear, sigmoid, silu, softmax, softplus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +40,7 @@ class RowInvariantFunctions(TorchFunctionMode):
         self._callers: set[type[nn.Module]] = set()
         self._rule = rule
         self._matrices = bare_matrices(model)
-        self._packed: dict[int, PackedLinear] = {}
+        self._packed: dict[int, PackedLinear | TrainedLinear] = {}
         self.load()
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {
             F.linear: self._linear,

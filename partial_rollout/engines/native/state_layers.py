@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from longtail.errors import UnsupportedModel
-from longtail.kernels.activation import sigmoid
-from longtail.kernels.causal_conv import causal_conv
-from longtail.kernels.gated_delta import gated_delta_rule
-from longtail.kernels.gates import gated_rms_norm, silu, softplus
-from longtail.kernels.linear_attention import linear_attention
-from longtail.kernels.norm import rms_norm
+from longtail.partial_rollout.engines.native.differentiable import gated_rms_norm, rms_norm, sigmoid, silu, softplus
+from longtail.partial_rollout.engines.native.differentiable_state import (
+    causal_conv,
+    gated_delta_rule,
+    linear_attention,
+)
 from longtail.partial_rollout.engines.native.forward import current
 
 Shapes = tuple[tuple[int, ...], ...]

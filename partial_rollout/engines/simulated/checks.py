@@ -11,30 +11,29 @@ from longtail.version import PolicyVersion
 def check_sample(sample: Sample, lengths: Lengths, config: SimulatedConfig, version: PolicyVersion) -> Ending:
     """How it ends. Raises a ValueError that names the sample, the field and the fix if the engine cannot (or need not)
     run it. (One whose last observation has used up its cap is taken: the next step finishes it.)"""
-    who = f"sample {sample.id}"
-    if sample.is_done:
-        raise ValueError(f"{who} is {sample.status}; only unfinished samples can be added")
+    if sample.status == "finished" or sample.status == "failed":
+        raise ValueError(f"sample {sample.id} is {sample.status}; only unfinished samples can be added")
     if sample.turn_ended:
-        raise ValueError(f"{who} waits for its environment; append_observation first")
+        raise ValueError(f"sample {sample.id} waits for its environment; append_observation first")
     if config.max_model_len is not None and len(sample.prompt_ids) >= config.max_model_len:
         raise ValueError(
-            f"{who}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len {config.max_model_len} leaves "
-            "no room for output; shorten the prompt or raise max_model_len"
+            f"sample {sample.id}: prompt_ids has {len(sample.prompt_ids)} tokens, and max_model_len "
+            f"{config.max_model_len} leaves no room for output; shorten the prompt or raise max_model_len"
         )
-    last = newest = 0
+    last = 0
     if sample.segments:
         last, newest = sample.segments[-1].version, max(s.version for s in sample.segments)
-    if newest > version:
-        raise ValueError(
-            f"{who} has tokens of version {newest}, newer than the engine's {version}; "
-            "update the engine's weights first, or give it version= if it has them"
-        )
+        if newest > version:
+            raise ValueError(
+                f"sample {sample.id} has tokens of version {newest}, newer than the engine's {version}; "
+                "update the engine's weights first, or give it version= if it has them"
+            )
     length = lengths(sample)
     if not isinstance(length, Length):
-        raise ValueError(f"{who}: lengths gave {length!r}, not a Length")
+        raise ValueError(f"sample {sample.id}: lengths gave {length!r}, not a Length")
     ending = ending_of(sample, length, config.max_model_len)
     if ending.emission <= len(sample.output_ids) and last != OBSERVATION:
-        raise ValueError(f"{who} has already ended ({ending.kind}); it is finished, not to be resumed")
+        raise ValueError(f"sample {sample.id} has already ended ({ending.kind}); it is finished, not to be resumed")
     if config.kv_tokens is not None:
         _check_memory(sample, ending, config.kv_tokens, config.max_model_len)
     return ending

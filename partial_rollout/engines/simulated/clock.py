@@ -32,17 +32,19 @@ class VirtualClock:
     def __init__(self, start: float = 0.0) -> None:
         if not math.isfinite(start):
             raise ValueError(f"start must be a finite number of seconds, not {start!r}")
-        self._now = float(start)
+        self.time = float(start)
+        """What `now` says; to be read only."""
         self._lanes: list[Lane] = []
 
     def now(self) -> float:
-        return self._now
+        return self.time
 
     def advance_to(self, time: float) -> None:
         """It is this time now, if it is not later already: whoever waits for something that is due then says so."""
         if not math.isfinite(time):
             raise ValueError(f"time must be a finite number of seconds, not {time!r}")
-        self._now = max(self._now, time)
+        if time > self.time:
+            self.time = time
 
     def join(self, lane: Lane) -> None:
         self._lanes.append(lane)

@@ -78,13 +78,13 @@ class SimulatedCluster:
         self._bound: dict[str, int] = {}
         """Instance of each group, where they are bound."""
         self.alarm: float | None = None  # `step` goes no further than this time either
-        self.last_left = self.clock.now()  # when a sample left its slot last
+        self.last_left = self.clock.time  # when a sample left its slot last
         self._version = PolicyVersion(version)
         self.instances = [
             Instance(
                 cost=kind.cost,
                 lengths=lengths,
-                clock=VirtualClock(self.clock.now()),
+                clock=VirtualClock(self.clock.time),
                 name=f"{name}-{number}",
                 version=version,
                 listener=listener,
@@ -159,7 +159,7 @@ class SimulatedCluster:
         return bool(self._where or self._held)
 
     def now(self) -> float:
-        return self.clock.now()
+        return self.clock.time
 
     @property
     def slot_seconds(self) -> float:
@@ -175,7 +175,7 @@ class SimulatedCluster:
 
     def add(self, samples: Iterable[Sample], *, limit: int | None = None) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""
-        batch = list(samples)
+        batch = samples if isinstance(samples, tuple) else tuple(samples)
         if len(batch) > 1 or len(self._kinds) > 1:
             for sample in batch:
                 self.check(sample)
@@ -194,8 +194,10 @@ class SimulatedCluster:
         """To the next event that says something, to `until`, or until `horizon` output tokens are made."""
         out = StepOutput(self._version, num_output_tokens=self._unreported)
         self._unreported = 0
-        stop = min((time for time in (until, self.alarm) if time is not None), default=math.inf)
-        stop = max(stop, self.clock.now())
+        stop = math.inf if until is None else until
+        if self.alarm is not None:
+            stop = min(stop, self.alarm)
+        stop = max(stop, self.clock.time)
         target = None if horizon is None else self._made + horizon
         while self.has_work:
             if horizon is not None and out.num_output_tokens >= horizon:
@@ -258,12 +260,15 @@ class SimulatedCluster:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _replan(self) -> None:
+        if not self._changed:
+            return
+        stamps, held = self._stamps, self._held
         for number in self._changed:
-            self._stamps[number] += 1
+            stamp = stamps[number] = stamps[number] + 1
             instance = self.instances[number]
-            time = instance.now() if number in self._held else instance.next_time()
+            time = instance.now() if number in held else instance.next_time()
             if time is not None:
-                heapq.heappush(self._agenda, (time, number, self._stamps[number]))
+                heapq.heappush(self._agenda, (time, number, stamp))
         self._changed.clear()
 
     def _next_time(self) -> float:
@@ -291,17 +296,19 @@ class SimulatedCluster:
             out.num_output_tokens += made.num_output_tokens
         if not (made.finished or made.at_limit or made.turns):
             return
-        for sample in (*made.finished, *made.turns):
+        for sample in made.finished:
+            self._left(number, sample.id)
+        for sample in made.turns:
             self._left(number, sample.id)
         made.num_output_tokens = 0
-        if out is None or self.instances[number].now() > self.clock.now():
+        if out is None or self.instances[number].now() > self.clock.time:
             _merge(self._held.setdefault(number, StepOutput(self._version)), made)
         else:
             _merge(out, made)
 
     def _catch_up(self, number: int, out: StepOutput | None = None) -> None:
         """Brings an instance to the clock."""
-        instance, now = self.instances[number], self.clock.now()
+        instance, now = self.instances[number], self.clock.time
         if instance.now() >= now:
             return
         if not instance.has_work:
@@ -333,14 +340,14 @@ class SimulatedCluster:
     def _next_look(self, target: int, wanting: int) -> float:
         """When half of the tokens are made at the rates of the moment."""
         rate = sum(instance.pace() for instance in self.instances)
-        look = self.clock.now() + wanting / (2.0 * rate) if rate else math.inf
+        look = self.clock.time + wanting / (2.0 * rate) if rate else math.inf
         self._look = (target, 3 * len(self._where) // 2, look)
         return look
 
     def _pass_by_pass(self, wanting: int, end: float, out: StepOutput) -> bool:
         """The passes that begin before `end`, in the order of their beginnings."""
         goal = out.num_output_tokens + wanting
-        starts = [(max(i.now(), self.clock.now()), n) for n, i in enumerate(self.instances) if i.has_work]
+        starts = [(max(i.now(), self.clock.time), n) for n, i in enumerate(self.instances) if i.has_work]
         heapq.heapify(starts)
         did = False
         while starts and out.num_output_tokens < goal:
@@ -365,14 +372,15 @@ class SimulatedCluster:
         return free if free > 0 and self._alive[number] else 0
 
     def _set_load(self, number: int, load: int) -> None:
-        before = self._open_slots(number)
+        slots = self._slots[number]
+        if self._alive[number]:
+            self._free += max(slots - load, 0) - max(slots - self._load[number], 0)
         self._load[number] = load
-        self._free += self._open_slots(number) - before
         if len(self._by_load) > 4 * len(self.instances) + 64:
             self._by_load = [(self._share(n), n) for n in range(len(self.instances))]
             heapq.heapify(self._by_load)
         else:
-            heapq.heappush(self._by_load, (self._share(number), number))
+            heapq.heappush(self._by_load, (load / slots, number))
 
     def _share(self, number: int) -> float:
         return self._load[number] / self._slots[number]
@@ -406,11 +414,12 @@ class SimulatedCluster:
 
     def _least_loaded(self, sample: Sample) -> int:
         """With memory for it, if there is one with a slot; without a slot anywhere, the least loaded of all."""
-        needed, passed = sample.num_tokens, list[tuple[float, int]]()
+        needed = sample.num_tokens
+        passed: list[tuple[float, int]] = []
         best = None
         while self._by_load:
             share, number = self._by_load[0]
-            if share != self._share(number) or not self._alive[number]:
+            if share != self._load[number] / self._slots[number] or not self._alive[number]:
                 heapq.heappop(self._by_load)
                 continue
             if best is None:
@@ -439,7 +448,7 @@ class SimulatedCluster:
         for sample_id in ids:
             by_instance.setdefault(self._get(sample_id), []).append(sample_id)
         taken: dict[str, Sample] = {}
-        latest = self.clock.now()
+        latest = self.clock.time
         for number, own in by_instance.items():
             self._catch_up(number)
             instance = self.instances[number]
@@ -461,7 +470,7 @@ class SimulatedCluster:
         self.clock.advance_to(time)
         instance = self.instances[number]
         if back:
-            instance.wait_until(self.clock.now())
+            instance.wait_until(self.clock.time)
             self._alive[number] = True
             self._free += self._slots[number]
             self._set_load(number, 0)

@@ -130,17 +130,19 @@ class SimulatedEngine:
 
     def add(self, samples: Iterable[Sample], *, limit: int | None = None) -> None:
         """All or none are taken. ValueError names the sample, the field and the fix."""
-        batch = list(samples)
+        batch = samples if isinstance(samples, tuple) else tuple(samples)
         self.faults.begin_add(batch)
         check_limit(limit)
         endings = [self._ending(sample) for sample in batch]
-        if len({s.id for s in batch}) < len(batch):
+        if len(batch) > 1 and len({s.id for s in batch}) < len(batch):
             raise ValueError("samples: two samples have the same id; every sample needs its own")
         for sample, ending in zip(batch, endings, strict=True):
-            seq = SimulatedSequence(sample, self.scheduler.passes, ending, self._version, sample.num_tokens)
-            seq.limit = None if limit is None else seq.num_output_tokens + limit
+            length = len(sample.output_ids)
+            known = len(sample.prompt_ids) + length
+            seq = SimulatedSequence(sample, self.scheduler.passes, ending, self._version, known)
+            seq.limit = None if limit is None else length + limit
             self._sequences[sample.id] = seq
-            if ending.emission <= seq.num_output_tokens:
+            if ending.emission <= length:
                 self._used_up[sample.id] = seq
             else:
                 self.scheduler.wait(seq)
@@ -293,12 +295,12 @@ class SimulatedEngine:
         """Passes that are alike: `most` of them, or as many as get to `until`."""
         scheduler = self.scheduler
         n, context = len(scheduler.running), scheduler.num_decoding_tokens
-        passes, *span = self._timing.decode(n, context, scheduler.passes.count, most, until)
+        passes, start, end = self._timing.decode(n, context, scheduler.passes.count, most, until)
         scheduler.passes.count += passes
         rows = n * passes
         made = rows - self._settle(scheduler.due(), out)
         context = total_context(n, context, passes)
-        self._passed(out, (span[0], span[1]), n, made, passes=passes, rows=rows, prefill=0, context=context)
+        self._passed(out, (start, end), n, made, passes, rows, 0, context)
 
     def _mixed(self, out: StepOutput) -> None:
         """One pass as the scheduler has it: decodes, chunks of prefills, admissions."""
@@ -320,27 +322,38 @@ class SimulatedEngine:
         made = n + len(last) - failed
         rows = n + prefill
         prefill -= resumed
-        self._passed(out, span, n + len(chunks), made, passes=1, rows=rows, prefill=prefill, context=context)
+        self._passed(out, span, n + len(chunks), made, 1, rows, prefill, context)
 
-    def _passed(self, out: StepOutput, span: tuple[float, float], num_seqs: int, made: int, **counts: int) -> None:
-        """counts: as the journal's."""
+    def _passed(
+        self,
+        out: StepOutput,
+        span: tuple[float, float],
+        num_seqs: int,
+        made: int,
+        passes: int,
+        rows: int,
+        prefill: int,
+        context: int,
+    ) -> None:
+        """As the journal's."""
         out.num_output_tokens += made
         out.num_seqs = num_seqs
-        self._journal.passed(span, num_seqs=num_seqs, made=made, **counts)
-        ended, self._ended = self._ended, []
-        for seq in ended:
-            out.turns.append(self._take_out(seq, "park", snapshot=True))
+        self._journal.passed(span, passes, num_seqs, rows, prefill, context, made)
+        if self._ended:
+            ended, self._ended = self._ended, []
+            for seq in ended:
+                out.turns.append(self._take_out(seq, "park", snapshot=True))
 
     def _computed(self, chunk: Chunk, out: StepOutput) -> int:
         """A chunk has been computed. -> failures."""
         seq = chunk.seq
         if not self.scheduler.compute(chunk):
             return 0
-        length = seq.num_output_tokens
+        length, timings = seq.num_output_tokens, seq.sample.timings
         if seq.ending.kind != "failure" or length < seq.ending.emission:
             self.records.begin(seq, length - 1, self._version)
-            if seq.sample.timings.first_token is None:
-                seq.sample.timings.first_token = self.now()
+            if timings.first_token is None:
+                timings.first_token = self._timing.now()
                 self._journal.emit("first_token", seq.sample)
         if seq.next_emission <= length:
             return self._settle([seq], out)
@@ -352,7 +365,7 @@ class SimulatedEngine:
         failures = 0
         for seq in due:
             ending = seq.ending
-            if seq.num_output_tokens < ending.emission:
+            if seq.limit is not None and seq.num_output_tokens < ending.emission:
                 seq.limit = None
                 self._at_limit[seq.sample.id] = seq
                 self.scheduler.plan(seq)
@@ -397,16 +410,18 @@ class SimulatedEngine:
             self._timing.spend(each * seq.num_restored_tokens)
             self._journal.emit("restore", sample, start, num_tokens=seq.num_restored_tokens, detail=detail)
         sample.snapshot = None
+        counts = self._journal.counts
         if seq.num_output_tokens:
             again = seq.known - 1 - sample.num_unread - seq.computed
-            self._journal.counts["recomputed"] += max(again, 0)
-        self._journal.counts["cached"] += seq.num_cached_tokens
-        self._journal.counts["restored"] += seq.num_restored_tokens
-        seq.admitted_at = self.now()
+            counts["recomputed"] += max(again, 0)
+        counts["cached"] += seq.num_cached_tokens
+        counts["restored"] += seq.num_restored_tokens
+        seq.admitted_at = self._timing.now()
         sample.status = "running"
         if sample.timings.submitted is None:
             sample.timings.submitted = seq.admitted_at
-        self._journal.emit("admit", seq.sample, num_tokens=seq.computed, value=seq.known)
+        if self._journal.listener is not ignore:
+            self._journal.emit("admit", seq.sample, num_tokens=seq.computed, value=seq.known)
 
     def _preempt(self, seq: SimulatedSequence) -> None:
         self._journal.counts["preemptions"] += 1
@@ -426,20 +441,21 @@ class SimulatedEngine:
 
     def _leave_slot(self, seq: SimulatedSequence, length: int) -> None:
         self.records.end(seq, length)
-        held = self.now() - seq.admitted_at
+        held = self._timing.now() - seq.admitted_at
         seq.sample.timings.running += held
         self.slot_seconds += held
 
     def _remove(self, seq: SimulatedSequence, length: int | None = None) -> None:
         """Out of the engine, whether it runs or waits. length: of its output, if a failure cut it."""
-        if seq.sample.id in self._used_up:
-            del self._used_up[seq.sample.id]
+        name = seq.sample.id
+        if name in self._used_up:
+            del self._used_up[name]
         else:
-            if seq.is_running:
+            if seq.order >= 0:
                 self._leave_slot(seq, seq.num_output_tokens if length is None else length)
             self.scheduler.remove(seq)
-        del self._sequences[seq.sample.id]
-        self._at_limit.pop(seq.sample.id, None)
+        del self._sequences[name]
+        self._at_limit.pop(name, None)
 
     def _finish(self, seq: SimulatedSequence, reason: FinishReason, ending: Ending | None = None) -> None:
         sample = seq.sample
@@ -449,8 +465,9 @@ class SimulatedEngine:
         sample.finish_reason = reason
         sample.failure = ending.failure if failed and ending is not None else None
         sample.snapshot = None
-        sample.timings.finished = self.now()
-        self._journal.emit("finish", seq.sample, num_tokens=len(sample.output_ids), detail=reason)
+        sample.timings.finished = self._timing.now()
+        if self._journal.listener is not ignore:
+            self._journal.emit("finish", seq.sample, num_tokens=len(sample.output_ids), detail=reason)
 
     def _take_out(self, seq: SimulatedSequence, kind: Literal["pause", "park"], snapshot: bool) -> Sample:
         """Unfinished, with its KV or without."""

@@ -38,6 +38,8 @@ class Faults:
             raise error
 
     def begin_add(self, samples: Iterable[Sample]) -> None:
+        if not self._refused:
+            return
         for sample in samples:
             if (error := self._refused.pop(sample.id, None)) is not None:
                 raise error

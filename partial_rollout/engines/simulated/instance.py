@@ -70,5 +70,4 @@ class Instance(SimulatedEngine):
         """KV tokens that are free, and that nobody who waits here will take at once."""
         if self.config.kv_tokens is None:
             return FOREVER
-        free = self.scheduler.num_free
-        return free - sum(seq.known for seq in self.scheduler.waiting) if self.scheduler.waiting else free
+        return self.scheduler.num_free - self.scheduler.num_waiting_tokens

@@ -37,7 +37,6 @@ class Journal:
     def passed(
         self,
         span: tuple[float, float],
-        *,
         passes: int,
         num_seqs: int,
         rows: int,
@@ -49,6 +48,8 @@ class Journal:
         are of all of them."""
         self.counts["steps"] += passes
         self.counts["output"] += made
+        if self.listener is ignore:
+            return
         self.add(
             "step",
             *span,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 from longtail.partial_rollout.engines.simulated import script
 from longtail.partial_rollout.engines.simulated.sequence import SimulatedSequence
-from longtail.sample import Sample, Segment
+from longtail.sample import Segment
 from longtail.version import PolicyVersion
 
 T = TypeVar("T")
@@ -67,34 +67,31 @@ class Columns:
         self.engine, self.vocab_size = engine, vocab_size
 
     def begin(self, seq: SimulatedSequence, start: int, version: PolicyVersion) -> None:
-        sample = seq.sample
+        sample: Any = seq.sample  # its lists become columns, which have what is needed of a list
+        segments = sample.segments
         if not isinstance(sample.output_ids, Column):
-            sample.output_ids = cast("list[int]", TokenIds(sample.seed, sample.output_ids, self.vocab_size))
-            sample.logprobs = cast("list[float]", Logprobs(sample.seed, sample.logprobs))
-            sample.versions = cast("list[PolicyVersion]", Versions(sample.segments, len(sample.versions)))
-        last = sample.segments[-1] if sample.segments else None
-        if last is not None and (last.version, last.engine, last.kv) == (version, self.engine, seq.kv):
-            start = last.start
-            sample.segments.pop()
-        sample.segments.append(OpenSegment(start, version, self.engine, seq.kv, seq))
-        for column in _columns(sample):
-            column.grows_with = seq
+            sample.output_ids = TokenIds(sample.seed, sample.output_ids, self.vocab_size)
+            sample.logprobs = Logprobs(sample.seed, sample.logprobs)
+            sample.versions = Versions(segments, len(sample.versions))
+        if segments:
+            last = segments[-1]
+            if last.version == version and last.engine == self.engine and last.kv == seq.kv:
+                start = segments.pop().start
+        segments.append(OpenSegment(start, version, self.engine, seq.kv, seq))
+        sample.output_ids.grows_with = sample.logprobs.grows_with = sample.versions.grows_with = seq
 
     def end(self, seq: SimulatedSequence, length: int) -> None:
-        segments = seq.sample.segments
+        sample: Any = seq.sample
+        segments = sample.segments
         if segments and isinstance(segments[-1], OpenSegment):
             last = segments.pop()
             if last.start < length:
                 segments.append(Segment(last.start, length, last.version, last.engine, last.kv))
-            for column in _columns(seq.sample):
+            for column in (sample.output_ids, sample.logprobs, sample.versions):
                 column.grows_with, column.size = None, length
 
     def catch_up(self) -> None:
         pass
-
-
-def _columns(sample: Sample) -> tuple[Column[Any], ...]:
-    return cast("tuple[Column[Any], ...]", (sample.output_ids, sample.logprobs, sample.versions))
 
 
 class OpenSegment(Segment):
@@ -117,12 +114,11 @@ class Column(Sequence[T], Generic[T]):
     __slots__ = ("_given", "grows_with", "size")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.grows_with: SimulatedSequence | None = None
-        """The running sequence whose output length is its own."""
-        self._given: list[tuple[int, list[T]]] | None = None
-        """Stretches that somebody else wrote, with the positions at which they start."""
+    size: int
+    grows_with: SimulatedSequence | None
+    """The running sequence whose output length is its own."""
+    _given: list[tuple[int, list[T]]] | None
+    """Stretches that somebody else wrote, with the positions at which they start."""
 
     def _computed(self, start: int, end: int) -> list[T]:
         """Of positions that nobody else wrote."""
@@ -199,9 +195,10 @@ class TokenIds(Column[int]):
     __slots__ = ("_seed", "_vocab_size")
 
     def __init__(self, seed: int, known: Sequence[int], vocab_size: int) -> None:
-        super().__init__(0)
+        self.size, self.grows_with, self._given = 0, None, None
         self._seed, self._vocab_size = seed, vocab_size
-        self.extend(known)
+        if known:
+            self.extend(known)
 
     def _computed(self, start: int, end: int) -> list[int]:
         return script.token_ids(self._seed, start, end, self._vocab_size)
@@ -211,9 +208,10 @@ class Logprobs(Column[float]):
     __slots__ = ("_seed",)
 
     def __init__(self, seed: int, known: Sequence[float]) -> None:
-        super().__init__(0)
+        self.size, self.grows_with, self._given = 0, None, None
         self._seed = seed
-        self.extend(known)
+        if known:
+            self.extend(known)
 
     def _computed(self, start: int, end: int) -> list[float]:
         return script.logprobs(self._seed, start, end)
@@ -225,7 +223,7 @@ class Versions(Column[PolicyVersion]):
     __slots__ = ("_segments",)
 
     def __init__(self, segments: list[Segment], size: int) -> None:
-        super().__init__(size)
+        self.size, self.grows_with, self._given = size, None, None
         self._segments = segments
 
     def extend(self, values: Sequence[PolicyVersion]) -> None:

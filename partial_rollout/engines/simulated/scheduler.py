@@ -10,10 +10,10 @@ the passes in which something happens to a decoding sequence, says how many of t
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from longtail.partial_rollout.engines.simulated.memory import Memory
 from longtail.partial_rollout.engines.simulated.sequence import Passes, SimulatedSequence
@@ -21,8 +21,7 @@ from longtail.partial_rollout.engines.simulated.sequence import Passes, Simulate
 FOREVER = 1 << 60
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens that a pass computes of a sequence that is not decoding."""
 
     seq: SimulatedSequence
@@ -52,6 +51,8 @@ class Scheduler:
         self.attach, self.on_admit, self.on_preempt = attach, on_admit, on_preempt
         self.passes = Passes()
         self.waiting: deque[SimulatedSequence] = deque()
+        self.num_waiting_tokens = 0
+        """Known tokens of those that wait."""
         self.running: dict[int, SimulatedSequence] = {}
         """By number of admission."""
         self.prefilling: dict[int, SimulatedSequence] = {}
@@ -75,12 +76,13 @@ class Scheduler:
     @property
     def num_decoding_tokens(self) -> int:
         """Known tokens of all decoding sequences: what a decode pass reads."""
-        return self._known + self.num_decoding * self.passes.count
+        return self._known + (len(self.running) - len(self.prefilling)) * self.passes.count
 
     @property
     def num_used(self) -> int:
         """KV tokens held."""
-        return self.num_decoding_tokens - self.num_decoding + self._prefilled - self.memory.saved
+        decoding = len(self.running) - len(self.prefilling)  # each holds all that it knows but one
+        return self._known + decoding * (self.passes.count - 1) + self._prefilled - self.memory.saved
 
     @property
     def num_free(self) -> int:
@@ -190,6 +192,7 @@ class Scheduler:
             if seq.computed - seq.num_cached_tokens + count > free:
                 return None
             del self.waiting[place]
+            self.num_waiting_tokens -= seq.known
             seq.order = self._admissions
             self._admissions += 1
             self.running[seq.order] = self.prefilling[seq.order] = seq
@@ -202,6 +205,7 @@ class Scheduler:
 
     def wait(self, seq: SimulatedSequence) -> None:
         self.waiting.append(seq)
+        self.num_waiting_tokens += seq.known
         self._blocked = False
 
     def remove(self, seq: SimulatedSequence) -> None:
@@ -210,6 +214,7 @@ class Scheduler:
             self._leave(seq)
         else:
             self.waiting.remove(seq)
+            self.num_waiting_tokens -= seq.known
             self._blocked = False
 
     def reconsider(self) -> None:
@@ -224,6 +229,7 @@ class Scheduler:
         """Out of its slot, and first in line to return."""
         self._leave(seq)
         self.waiting.appendleft(seq)
+        self.num_waiting_tokens += seq.known
 
     def _leave(self, seq: SimulatedSequence) -> None:
         del self.running[seq.order]
@@ -246,6 +252,7 @@ class Scheduler:
         assert [seq.order for seq in running] == sorted(self.running) and len(running) <= self.slots
         assert [seq for seq in running if not seq.decoding] == list(self.prefilling.values())
         assert all(not seq.is_running and not seq.decoding for seq in self.waiting)
+        assert self.num_waiting_tokens == sum(seq.known for seq in self.waiting)
         assert self.num_decoding_tokens == sum(seq.num_tokens for seq in decoding)
         shared = self.memory.saved
         assert self.num_used == sum(seq.num_computed_tokens for seq in running) - shared

@@ -7,6 +7,7 @@ the same end under every schedule.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -89,11 +90,17 @@ class Ending:
     kind: Literal["finish", "turn", "failure"]
     reason: FinishReason = "stop"
     failure: str = ""
+    emission: int = dataclasses.field(init=False)
+    """Output tokens asked for by then: a failure takes the place of a token."""
 
-    @property
-    def emission(self) -> int:
-        """Output tokens asked for by then: a failure takes the place of a token."""
-        return self.length + (self.kind == "failure")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "emission", self.length + (self.kind == "failure"))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def finish_at(length: int, reason: FinishReason) -> Ending:
+    """Samples that end alike share it."""
+    return Ending(length, "finish", reason)
 
 
 def ending_of(sample: Sample, length: Length, max_model_len: int | None) -> Ending:
@@ -105,10 +112,10 @@ def ending_of(sample: Sample, length: Length, max_model_len: int | None) -> Endi
         answered = [s.end for s in sample.segments if s.version == OBSERVATION]
         turns = length.turns or (length.tokens,)
         end = (answered[-1] if answered else 0) + turns[min(len(answered), len(turns) - 1)]
-        ending = Ending(end, "turn")
-    else:
-        ending = Ending(length.tokens, "finish", length.reason)
-    return ending if cap is None or ending.length <= cap else Ending(cap, "finish", "length")
+        return Ending(end, "turn") if cap is None or end <= cap else finish_at(cap, "length")
+    if cap is None or length.tokens <= cap:
+        return finish_at(length.tokens, length.reason)
+    return finish_at(cap, "length")
 
 
 def cap_of(sample: Sample, max_model_len: int | None) -> int | None:

@@ -91,7 +91,8 @@ class SimulatedSequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return self.num_tokens - len(self.sample.prompt_ids)
+        known = self.known + self.passes.count if self.decoding else self.known
+        return known - len(self.sample.prompt_ids)
 
     @property
     def is_running(self) -> bool:

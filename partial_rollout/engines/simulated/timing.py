@@ -25,8 +25,11 @@ class Stretch:
 
     def goes_on(self, num_seqs: int, context: int, passes: int, start: float) -> bool:
         """Whether these are the next passes of it."""
-        grown = self.context + self.num_seqs * (passes - self.passes)
-        return (num_seqs, context, start) == (self.num_seqs, grown, self.end)
+        return (
+            num_seqs == self.num_seqs
+            and start == self.end
+            and context == self.context + num_seqs * (passes - self.passes)
+        )
 
 
 class Timing:
@@ -40,9 +43,11 @@ class Timing:
         self.clock, self.cost = clock, cost
         self._at = clock.now()
         self._stretch = Stretch()
+        self._reckoned: tuple[tuple[int, int, int], float] = ((0, 0, 0), 0.0)
+        """The last run of passes that was reckoned, and its seconds: what is looked ahead at is often made next."""
 
     def now(self) -> float:
-        at, clock = self._at, self.clock.now()
+        at, clock = self._at, self.clock.time
         return at if at > clock else clock
 
     def spend(self, seconds: float) -> None:
@@ -55,8 +60,8 @@ class Timing:
         """Where `decode` of so many passes would end."""
         start, stretch = self.now(), self._stretch
         if not stretch.goes_on(num_seqs, context_tokens, passes, start):
-            return start + self.cost.decode_seconds(num_seqs, context_tokens, count)
-        return stretch.start + self.cost.decode_seconds(num_seqs, stretch.context, passes - stretch.passes + count)
+            return start + self._run(num_seqs, context_tokens, count)
+        return stretch.start + self._run(num_seqs, stretch.context, passes - stretch.passes + count)
 
     def mixed(self, num_seqs: int, query_tokens: int, context_tokens: int) -> tuple[float, float]:
         """One pass. -> its start and end."""
@@ -75,13 +80,20 @@ class Timing:
         done = passes - stretch.passes
 
         def end(count: int) -> float:
-            return stretch.start + self.cost.decode_seconds(num_seqs, stretch.context, done + count)
+            return stretch.start + self._run(num_seqs, stretch.context, done + count)
 
-        count = most
-        if until is not None and end(most) >= until:
+        count, at = most, end(most)
+        if until is not None and at >= until:
             count = bisect.bisect_left(range(1, most), until, key=end) + 1
-        self._at = stretch.end = self._check(start, end(count))
-        return count, start, self._at
+            at = end(count)
+        self._at = stretch.end = self._check(start, at)
+        return count, start, at
+
+    def _run(self, num_seqs: int, context_tokens: int, passes: int) -> float:
+        run = num_seqs, context_tokens, passes
+        if run != self._reckoned[0]:
+            self._reckoned = run, self.cost.decode_seconds(num_seqs, context_tokens, passes)
+        return self._reckoned[1]
 
     def _check(self, start: float, end: float) -> float:
         if not start <= end < math.inf:

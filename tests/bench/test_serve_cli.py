@@ -1,0 +1,65 @@
+"""`longtail serve` as a process: it says where, answers, and ends in order."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+from typer.testing import CliRunner
+
+from longtail.bench.cli import app
+from longtail.bench.models import tiny_llama
+
+
+def test_a_process(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path)
+    arguments = ["serve", "--model", str(model), "--port", "0", "--api-key-env", "KEY", "--model-name", "tiny"]
+    arguments += ["--kv-cache-mib", "16", "--threads", "1"]
+    with subprocess.Popen(
+        [sys.executable, "-c", "from longtail.bench.cli import main; main()", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "KEY": "secret", "COLUMNS": "200"},
+    ) as process:
+        assert process.stderr is not None
+        lines: list[str] = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"serving tiny on (http://127\.0\.0\.1:\d+)", line):
+                break
+        else:
+            pytest.fail("".join(lines))
+        url, key = found[1], {"authorization": "Bearer secret"}
+        with httpx2.Client(base_url=url, timeout=60, trust_env=False) as http:
+            body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+            assert http.post("/v1/completions", json=body).status_code == 401
+            answer = http.post("/v1/completions", json=body, headers=key).json()
+            assert len(answer["choices"][0]["token_ids"]) == 4
+            info = http.get("/server_info", headers=key).json()
+            assert (info["model_path"], info["max_num_seqs"]) == (str(model), 32)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+    assert process.returncode in (0, -signal.SIGTERM), rest
+    assert "Traceback" not in rest
+    assert "no tokenizer" in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--engine", "vllm"], "engine must be native"),
+        (["--api-key-env", "LONGTAIL_NOT_THERE"], "LONGTAIL_NOT_THERE"),
+        (["--dialect", "grpc"], "dialect must be"),
+        (["--model", "/nowhere/at/all"], "model:"),
+    ],
+)
+def test_bad_options(arguments: list[str], named: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 1 and isinstance(result.exception, ValueError)
+    assert named in str(result.exception)
