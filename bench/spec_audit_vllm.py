@@ -1,4 +1,7 @@
-"""vLLM under audit (`longtail spec audit --engine vllm`): its LLMEngine, in this process, with its own samplers.
+"""vLLM under audit (`longtail spec audit --engine vllm`), in this process.
+
+    counter    `VllmEngine` as it is by default: longtail's sampler in vLLM's workers, drafts verified by match
+    vllm       vLLM's LLMEngine with its own samplers, drafts verified by rejection: corrected, or as it is installed
 
 longtail's drafters and the audit's own go through vLLM's custom proposer class, and change between batches; vLLM's own
 methods (vllm-ngram, suffix, model:DIR, eagle:DIR, mtp) are fixed for an engine's life, so that each gets an engine.
@@ -15,9 +18,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from longtail.bench.spec_audit_engine import Completion, DraftChoice, Recorder, Verification
+from longtail.bench.spec_audit_engine import (
+    Completion,
+    DraftChoice,
+    EngineUnderAudit,
+    Recorder,
+    Verification,
+)
 from longtail.bench.spec_audit_reference import Tokens
 from longtail.sampling_params import SamplingParams
+from longtail.spec_decode.drafter import Drafter
 
 TINY = {True: {"head_dim": 32}, False: {"head_dim": 32, "vocab_size": 16}}
 """The tiny model, by whether vLLM is corrected: vLLM's attention on a CPU takes no smaller heads, and without top-k the
@@ -50,10 +60,11 @@ class VllmUnderAudit:
     def __init__(self, model: str | Path, *, corrected: bool = True, size: VllmSize | None = None) -> None:
         from transformers import AutoConfig, GenerationConfig
 
+        from longtail.partial_rollout.engines import vllm_plugin
         from longtail.partial_rollout.engines.vllm import correction
 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ[correction.SWITCH] = "1" if corrected else "0"
+        os.environ[vllm_plugin.SWITCH] = "1" if corrected else "0"
         self.model, self.size = str(model), size or VllmSize()
         config = AutoConfig.from_pretrained(self.model)
         self.vocab_size = int(config.vocab_size)
@@ -156,6 +167,42 @@ class VllmUnderAudit:
         )
         self._method = method
         self._proposer = drafters.attach(self._llm) if method[0] is None else None
+
+
+def by_counter(model: str | Path, tokenizer: Any, size: VllmSize | None = None) -> tuple[EngineUnderAudit, Any]:
+    """`VllmEngine` with its own sampling. -> what is audited, and the engine, which is to be closed."""
+    from transformers import AutoConfig
+
+    from longtail.partial_rollout.engines.vllm import VllmEngine
+    from longtail.spec_decode.controller import FixedLength
+
+    size = size or VllmSize()
+    engine = VllmEngine(
+        model,
+        tokenizer=tokenizer,
+        drafter="ngram",
+        max_drafts=size.max_drafts,
+        dtype="float32",
+        max_num_seqs=size.slots,
+        max_num_batched_tokens=max(64 * size.slots, size.max_model_len),
+        max_model_len=size.max_model_len,
+        kv_cache_bytes=_kv_bytes(AutoConfig.from_pretrained(str(model)), size),
+        enable_prefix_caching=False,
+    )
+
+    def use(drafter: Drafter | None, length: int) -> None:
+        engine.use_drafter(drafter, FixedLength(length) if drafter is not None else None)
+
+    use(None, 0)
+    audited = EngineUnderAudit(
+        engine,
+        use,
+        vocab_size=engine.vocab_size,
+        eos=tuple(engine.eos_token_ids),
+        exact=False,
+        decode=None if tokenizer is None else tokenizer.decode,
+    )
+    return audited, engine
 
 
 def _kv_bytes(config: Any, size: VllmSize) -> int:

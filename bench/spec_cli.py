@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,6 +48,13 @@ def audit(
     tolerance: Annotated[float, typer.Option(help="What rounding may do to a log-probability")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and samples")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads", show_default="all; 1 for tiny")] = None,
+    sampling: Annotated[
+        str | None,
+        typer.Option(
+            help="vllm: counter (longtail's sampler, as VllmEngine has it) or vllm (its own)",
+            show_default="counter; with --uncorrected vllm",
+        ),
+    ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Greedy samples alone")] = False,
     uncorrected: Annotated[
         bool, typer.Option("--uncorrected", help="vllm: as it is installed, its known faults not corrected")
@@ -71,13 +79,18 @@ def audit(
         only_greedy=greedy,
         seed=seed,
     )
-    if uncorrected and engine != "vllm":
-        raise ValueError("uncorrected: it is vLLM whose faults are corrected; leave it out, or use --engine vllm")
+    if (uncorrected or sampling is not None) and engine != "vllm":
+        raise ValueError("sampling, uncorrected: they are settings of vLLM; leave them out, or use --engine vllm")
+    if sampling not in (None, "counter", "vllm"):
+        raise ValueError(f"sampling must be counter or vllm, not {sampling!r}")
+    if uncorrected and sampling == "counter":
+        raise ValueError("sampling: counter does not use what is corrected; leave it out with --uncorrected")
     with console.status("loading the model") as status, ExitStack() as opened:
         if engine == "vllm":
             scratch = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-            subject, reference = _vllm(model, not uncorrected, scratch)
-            opened.callback(subject.close)
+            own = uncorrected or sampling == "vllm"
+            subject, reference, close = _vllm(model, own, not uncorrected, scratch)
+            opened.callback(close)
         else:
             subject, reference = _native(model, numerics, threads)
         report = spec_audit.audit(subject, reference, config, progress=lambda text: status.update(text))
@@ -113,23 +126,32 @@ def _native(model: str | None, numerics: str, threads: int | None) -> tuple[Any,
     return subject, ModelReference(loaded)
 
 
-def _vllm(model: str | None, corrected: bool, scratch: Path) -> tuple[Any, Any]:
+def _vllm(model: str | None, own: bool, corrected: bool, scratch: Path) -> tuple[Any, Any, Callable[[], None]]:
+    """own: with vLLM's own samplers. scratch: a directory for a model that is made. -> what is audited, its reference,
+    and what ends it"""
     from longtail.bench.models import is_made, resolve_model
     from longtail.bench.spec_audit_engine import tiny_model
     from longtail.bench.spec_audit_reference import ModelReference
-    from longtail.bench.spec_audit_vllm import TINY, VllmSize, VllmUnderAudit
+    from longtail.bench.spec_audit_vllm import TINY, VllmSize, VllmUnderAudit, by_counter
 
     if model is None:
         model = "smollm2-135m" if is_made("smollm2-135m") else "tiny"
-    console.print(f"model {model}{'' if corrected else ', vLLM uncorrected'}", style="dim", highlight=False)
+    sampler = ", vLLM's own samplers" if own else ""
+    console.print(f"model {model}{sampler}{'' if corrected else ', uncorrected'}", style="dim", highlight=False)
     if model == "tiny":
         loaded, tokenizer = tiny_model(**TINY[corrected])
         loaded.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        return VllmUnderAudit(scratch, corrected=corrected), ModelReference(loaded)
-    source = str(resolve_model(model))
-    loaded, _ = _load(source)
-    return VllmUnderAudit(source, corrected=corrected, size=VllmSize(slots=32)), ModelReference(loaded)
+        source, size = str(scratch), VllmSize()
+    else:
+        source, size = str(resolve_model(model)), VllmSize(slots=32)
+        loaded, tokenizer = _load(source)
+    reference = ModelReference(loaded)
+    if own:
+        subject = VllmUnderAudit(source, corrected=corrected, size=size)
+        return subject, reference, subject.close
+    audited, engine = by_counter(source, tokenizer, size)
+    return audited, reference, engine.close
 
 
 def _load(source: str) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from longtail.bench.cli import app
 from longtail.bench.spec_audit import AuditConfig, AuditReport, audit
 from longtail.bench.spec_audit_engine import tiny_model
 from longtail.bench.spec_audit_reference import ModelReference
-from longtail.bench.spec_audit_vllm import TINY, VllmSize, VllmUnderAudit
+from longtail.bench.spec_audit_vllm import TINY, VllmSize, VllmUnderAudit, by_counter
 from longtail.partial_rollout.engines.vllm import correction
 
 
@@ -85,6 +85,21 @@ def test_finds_that_bonus_tokens_are_banned_too_long(tmp_path: Path) -> None:
     assert failed(report) == {("distribution", "likely")}
 
 
+def test_passes_the_engine_as_it_is(tmp_path: Path) -> None:
+    """By counter: drafts change no sample at all; every parameter and stop strings are in it."""
+    model, tokenizer = tiny_model(**TINY[True])
+    model.save_pretrained(tmp_path)
+    subject, engine = by_counter(tmp_path, tokenizer)
+    try:
+        report = audit(subject, ModelReference(model), AuditConfig(seconds=30.0))
+    finally:
+        engine.close()
+    assert report.passed, report.verdict
+    assert report.verification == "match" and report.left_out == ()
+    streams = [f for f in report.findings if f.check == "streams" and f.drafter != "off"]
+    assert len(streams) == 4 and all("leave the stream" in f.statistic for f in streams)
+
+
 def test_audits_vllms_own_method(tmp_path: Path) -> None:
     report = audited(
         tmp_path, True, drafters=("vllm-ngram",), cases=("temperature 0.5",), draft_lengths=(3,), seconds=15.0
@@ -95,7 +110,11 @@ def test_audits_vllms_own_method(tmp_path: Path) -> None:
 
 def test_the_command_says_it_with_its_status(tmp_path: Path) -> None:
     arguments = ["spec", "audit", "--engine", "vllm", "--model", "tiny", "--drafter", "likely", "--seconds", "5"]
-    for extra, status in ((["--uncorrected"], 1), (["--uncorrected", "--greedy"], 0), (["--greedy"], 0)):
+    for extra, status in (
+        (["--uncorrected"], 1),
+        (["--uncorrected", "--greedy"], 0),
+        (["--sampling", "vllm", "--greedy"], 0),
+    ):
         out = tmp_path / "report.json"
         result = CliRunner().invoke(app, [*arguments, *extra, "--out", str(out)])
         assert result.exit_code == status, result.output

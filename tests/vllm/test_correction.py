@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.vllm.spec_helpers import run, save_tiny, vllm_on
 
+from longtail.partial_rollout.engines import vllm_plugin
 from longtail.partial_rollout.engines.vllm import correction
 from longtail.partial_rollout.engines.vllm.correction import (
     CONSTRAINTS,
@@ -96,12 +97,12 @@ def test_a_correction_that_does_not_help_is_an_error(monkeypatch: pytest.MonkeyP
 
 
 def test_the_plugin_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(correction.SWITCH, "0")
-    correction.plugin()
+    monkeypatch.setenv(vllm_plugin.SWITCH, "0")
+    vllm_plugin.correct()
     assert correction.faults() == ALL
-    monkeypatch.delenv(correction.SWITCH)
+    monkeypatch.delenv(vllm_plugin.SWITCH)
     with pytest.warns(VllmCorrected):
-        correction.plugin()
+        vllm_plugin.correct()
     assert correction.faults() == []
 
 
@@ -110,7 +111,7 @@ def test_vllm_finds_the_plugin() -> None:
     from importlib.metadata import entry_points
 
     (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "longtail"]
-    assert found.load() is correction.plugin
+    assert found.load() is vllm_plugin.correct
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])

@@ -11,23 +11,18 @@
                             in the `vars()` of all there is, and of llvmlite's wrappers that is no dict.
 
 Whether a fault is present is found by running the function in question, never by a version number, so that a vLLM
-without the fault is left alone. `correct` says once, by a warning, what it has corrected. In vLLM's own worker
-processes it runs as the entry point `vllm.general_plugins` of longtail (LONGTAIL_VLLM_CORRECTIONS=0 turns that off).
+without the fault is left alone. `correct` says once, by a warning, what it has corrected. `VllmEngine` calls it; in
+vLLM's own processes it runs as its plugin (engines/vllm_plugin.py; LONGTAIL_VLLM_CORRECTIONS=0 turns that off).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import types
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
-
-SWITCH = "LONGTAIL_VLLM_CORRECTIONS"
-"""Environment variable: 0 leaves vLLM as it is where vLLM itself loads the corrections as its plugin."""
-
 
 class VllmCorrected(UserWarning):
     """A fault of the installed vLLM was found and corrected in this process."""
@@ -94,12 +89,6 @@ def undo() -> None:
 def faults() -> list[str]:
     """Names of the faults that are present as vLLM now is in this process. Errors as `Correction.present`."""
     return [correction.name for correction in CORRECTIONS if correction.present()]
-
-
-def plugin() -> None:
-    """vLLM's entry point `vllm.general_plugins`: called in each of its processes before a model is loaded."""
-    if os.environ.get(SWITCH, "1") != "0":
-        correct()
 
 
 # -- sampling constraints (vLLM #55005) -------------------------------------------------------------------------------

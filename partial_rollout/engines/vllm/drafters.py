@@ -121,6 +121,8 @@ class Drafting:
     proposer: Proposer | None
     """longtail's drafters inside vLLM; None where the engine was made for none of them."""
     _lock: threading.RLock
+    _has_method: bool
+    """Whether vLLM was given anything that drafts."""
 
     @property
     def speculation(self) -> Speculation | None:
@@ -137,6 +139,11 @@ class Drafting:
                 self.proposer.use(drafter, controller)
             elif drafter is not None:
                 raise ValueError(f"drafter: this engine was not made for longtail's drafters; {_HOW}")
+
+    @property
+    def drafts_by_itself(self) -> bool:
+        """Whether a method of vLLM drafts, for the engine's life."""
+        return self.proposer is None and self._has_method
 
     def drafted(self, request_id: str) -> Counts:
         """What drafting did for a request that leaves."""

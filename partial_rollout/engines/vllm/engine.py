@@ -83,6 +83,7 @@ class VllmEngine(Drafting):
         self.max_model_len = self.core.max_model_len
         if config.sampling == "counter":
             self.core.sample_by_counter(config.logprobs_mode == "raw")
+        self._has_method = (config.drafter or config.speculative) is not None
         self.proposer = proposer_of(self.core.runner, version, self.eos_token_ids)
         if config.drafter is not None and self.proposer is not None:
             self.proposer.use(config.drafter)
