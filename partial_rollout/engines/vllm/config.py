@@ -12,24 +12,30 @@ from longtail.partial_rollout.engines.vllm.drafters import speculative_config
 SamplingMode = Literal["counter", "vllm"]
 
 OWN_ARGS = {
-    "model": "the first argument",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "max_model_len": "max_model_len",
-    "block_size": "block_size",
-    "kv_cache_memory_bytes": "kv_cache_bytes",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "logprobs_mode": "logprobs_mode",
-    "dtype": "dtype",
-    "enforce_eager": "enforce_eager",
-    "speculative_config": "drafter",
-    "async_scheduling": "nothing (the engine needs every token before the next step)",
-    "worker_extension_cls": "nothing (the engine's own is there)",
-    "skip_tokenizer_init": "tokenizer",
-    "tokenizer": "tokenizer",
-    "kv_transfer_config": "saver",
+    "model": "give it as the first argument",
+    "max_num_seqs": "use max_num_seqs",
+    "max_num_batched_tokens": "use max_num_batched_tokens",
+    "max_model_len": "use max_model_len",
+    "block_size": "use block_size",
+    "kv_cache_memory_bytes": "use kv_cache_bytes",
+    "enable_prefix_caching": "use enable_prefix_caching",
+    "logprobs_mode": "use logprobs_mode",
+    "dtype": "use dtype",
+    "enforce_eager": "use enforce_eager",
+    "speculative_config": "use drafter",
+    "async_scheduling": "it is off: the engine needs every token before the next step",
+    "worker_extension_cls": "the engine has its own",
+    "skip_tokenizer_init": "use tokenizer",
+    "tokenizer": "use tokenizer",
+    "kv_transfer_config": "use saver",
 }
-"""EngineArgs that the engine sets, and by which of its own settings."""
+"""EngineArgs that the engine sets, and what to do about them."""
+
+ONE_ONLY = {
+    "pipeline_parallel_size": "a step must return the tokens of the pass that it started; use tensor_parallel_size",
+    "data_parallel_size": "replicas are engines of their own; put them side by side in a pool",
+}
+"""EngineArgs that may not be above 1, and why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +67,9 @@ class VllmSettings:
     """None: float32 on a CPU, else the model's own."""
     enforce_eager: bool | None = None
     """None: True on a CPU, where compiling takes minutes, else False."""
+    batch_invariant: bool = False
+    """Have vLLM use kernels whose rounding does not depend on the batch (its VLLM_BATCH_INVARIANT), on GPUs that have
+    them: then a sample is bit-identical whatever runs beside it. A CPU has none; what it rounds differently is small."""
     drafter: str | None = None
     """What drafts: one of longtail's by name ("group", "ngram", "group>ngram"), which can be changed or turned off at
     any moment (`VllmEngine.use_drafter`), or a method of vLLM ("vllm-ngram", "suffix", "model:DIR", "eagle:DIR",
@@ -103,4 +112,6 @@ class VllmSettings:
             speculative_config(self.drafter, self.max_drafts)  # ValueError for a name that means nothing
         for name in self.engine_args:
             if name in OWN_ARGS:
-                raise ValueError(f"engine_args: {name} is set by {OWN_ARGS[name]}; take it out")
+                raise ValueError(f"engine_args: {name} is not for here: {OWN_ARGS[name]}")
+            if name in ONE_ONLY and self.engine_args[name] != 1:
+                raise ValueError(f"engine_args: {name} above 1 is not supported: {ONE_ONLY[name]}")

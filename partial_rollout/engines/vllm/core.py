@@ -11,9 +11,12 @@ import dataclasses
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from longtail.errors import UnsupportedModel
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
@@ -42,6 +45,22 @@ class Emitted:
     """Why vLLM itself has ended it; None: it goes on."""
 
 
+@dataclasses.dataclass(slots=True)
+class Pass:
+    """What a step did."""
+
+    emitted: list[Emitted]
+    starts: dict[str, int]
+    """Of each request with a part in it, by its id: tokens of which it had the KV before,"""
+    counts: dict[str, int]
+    """and tokens that were computed, without drafts."""
+    num_drafts: int
+    preempted: list[str]
+    """Requests that lost their blocks."""
+    brought: dict[str, int]
+    """Of requests that are new in it, how many tokens' KV a connector brought."""
+
+
 class Core:
     """Owns the `LLMEngine`. extra_args: further EngineArgs, of our own parts."""
 
@@ -50,6 +69,8 @@ class Core:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if settings.sampling == "counter":
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the runner whose sampler is replaced
+        if settings.batch_invariant:
+            _want_batch_invariance()
         correct()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
@@ -70,12 +91,10 @@ class Core:
         )
         self._look()
         self._stamp = itertools.count()
-        self.scheduled: SchedulerOutput | None = None
-        """By the last step."""
-        self.brought: dict[str, int] = {}
-        """Of its requests that are new, how many tokens' KV a connector brought."""
+        self._scheduled: SchedulerOutput | None = None
+        self._brought: dict[str, int] = {}
         self._schedule = self.scheduler.schedule
-        self.scheduler.schedule = self._recorded  # type: ignore[method-assign]
+        self.scheduler.schedule = self._recorded
 
     def _look(self) -> None:
         """VllmUnsupported unless the parts that this engine reads are where they are expected."""
@@ -113,13 +132,12 @@ class Core:
 
     def sample_by_counter(self, raw_logprobs: bool) -> None:
         """Puts our sampler in the place of vLLM's. UnsupportedModel where its runner has none that can be replaced."""
-        executor = self.llm.engine_core.engine_core.model_executor  # type: ignore[attr-defined]
         if self.config.use_v2_model_runner:
             raise UnsupportedModel(
                 "model: vLLM runs it on its model runner V2, whose sampler cannot be replaced; unset "
                 "VLLM_USE_V2_MODEL_RUNNER, or use sampling='vllm'"
             )
-        executor.collective_rpc("longtail_sample_by_counter", args=(self.eos_token_ids, raw_logprobs))
+        self.rpc("longtail_sample_by_counter", eos_token_ids=self.eos_token_ids, raw_logprobs=raw_logprobs)
 
     def rpc(self, method: str | Callable[[Any], Any], **kwargs: Any) -> list[Any]:
         """Of every worker."""
@@ -128,15 +146,21 @@ class Core:
     @property
     def runner(self) -> Any:
         """The model runner of this process; None where workers have processes of their own."""
-        executor = self.llm.engine_core.engine_core.model_executor  # type: ignore[attr-defined]
+        executor = self.llm.engine_core.engine_core.model_executor
         worker = getattr(executor, "driver_worker", None)
         return getattr(worker, "model_runner", None)
+
+    @property
+    def sample_seconds(self) -> float:
+        """That the last step took to sample; 0 where our sampler is not in this process."""
+        sampler = getattr(self.runner, "sampler", None)
+        return float(getattr(sampler, "ended", 0.0) - getattr(sampler, "started", 0.0))
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     @property
     def scheduler(self) -> Scheduler:
-        scheduler: Scheduler = self.llm.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        scheduler: Scheduler = self.llm.engine_core.engine_core.scheduler
         return scheduler
 
     def request(self, request_id: str) -> Request | None:
@@ -186,27 +210,38 @@ class Core:
 
     def step_lost(self) -> None:
         """`step` raised: workers may not have heard which requests had ended before it, and are told again."""
-        if self.scheduled is not None:
-            self.scheduler.finished_req_ids |= self.scheduled.finished_req_ids
+        if self._scheduled is not None:
+            self.scheduler.finished_req_ids |= self._scheduled.finished_req_ids
 
     def _recorded(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self.scheduled = self._schedule(*args, **kwargs)
-        for new in self.scheduled.scheduled_new_reqs:
+        self._scheduled = self._schedule(*args, **kwargs)
+        for new in self._scheduled.scheduled_new_reqs:
             if (request := self.request(new.req_id)) is not None and request.prefill_stats is not None:
-                self.brought[new.req_id] = request.prefill_stats.num_external_cached_tokens
-        return self.scheduled
+                self._brought[new.req_id] = request.prefill_stats.num_external_cached_tokens
+        return self._scheduled
 
-    def step(self) -> list[Emitted]:
-        """One forward pass over what vLLM's scheduler chose (`scheduled`)."""
-        self.scheduled = None
-        self.brought.clear()
+    def step(self) -> Pass:
+        """One forward pass over what vLLM's scheduler chooses."""
+        self._scheduled = None
+        self._brought.clear()
         emitted = []
         for out in self.llm.step():
-            (made,) = out.outputs  # type: ignore[union-attr]
+            (made,) = out.outputs
             logprobs = [next(iter(at.values())).logprob for at in made.logprobs or ()]
             tokens = list(made.token_ids)
             emitted.append(Emitted(out.request_id.rpartition("#")[0], tokens, logprobs, made.finish_reason))
-        return emitted
+        if (s := self._scheduled) is None:
+            return Pass(emitted, {}, {}, 0, [], {})
+        cached, drafts = s.scheduled_cached_reqs, s.scheduled_spec_decode_tokens
+        return Pass(
+            emitted,
+            starts={new.req_id: new.num_computed_tokens for new in s.scheduled_new_reqs}
+            | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True)),
+            counts={i: n - len(drafts.get(i, ())) for i, n in s.num_scheduled_tokens.items()},
+            num_drafts=sum(token >= 0 for own in drafts.values() for token in own),  # the others fill a row up
+            preempted=list(s.preempted_req_ids or ()),
+            brought=dict(self._brought),
+        )
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -227,11 +262,24 @@ class Core:
         """Gives back what vLLM holds of the process, so that another engine can start in it."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        self.scheduler.schedule = self._schedule  # type: ignore[method-assign]
+        self.scheduler.schedule = self._schedule
         self.llm.engine_core.shutdown()
         del self.llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def _want_batch_invariance() -> None:
+    """ValueError without an accelerator, and where parts of vLLM have already read that it is not wanted."""
+    if not torch.accelerator.is_available():
+        raise ValueError("batch_invariant: vLLM has no such kernels for a CPU; leave it off")
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        return
+    if any(name.startswith("vllm.v1") for name in sys.modules):
+        raise ValueError(
+            "batch_invariant: vLLM is already imported without it; set VLLM_BATCH_INVARIANT=1 in the environment"
+        )
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
 def engine_args(model: str, s: VllmSettings, extra: Mapping[str, Any], *, is_cpu: bool) -> dict[str, Any]:

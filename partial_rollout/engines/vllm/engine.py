@@ -29,7 +29,7 @@ from longtail.partial_rollout.engines.native.stepper import Outcome, PassResult,
 from longtail.partial_rollout.engines.native.stop_text import StopText
 from longtail.partial_rollout.engines.native.verification import Verdict
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
-from longtail.partial_rollout.engines.vllm.core import Core, Emitted, check_directory
+from longtail.partial_rollout.engines.vllm.core import Core, Emitted, Pass, check_directory
 from longtail.partial_rollout.engines.vllm.drafters import Drafting, proposer_of
 from longtail.partial_rollout.engines.vllm.saver import KVSaver
 from longtail.partial_rollout.engines.vllm.weights import Updater
@@ -45,6 +45,8 @@ class Stay(Sequence):
 
     request_id: str = ""
     """Empty: it has none for the moment."""
+    salt: str = ""
+    """Of its blocks in the prefix cache: names the weights, and the epoch of the cache, under which it was submitted."""
 
 
 class VllmEngine(Drafting):
@@ -92,7 +94,9 @@ class VllmEngine(Drafting):
         self._updater = Updater(self.core, source)
         self._version = PolicyVersion(version)
         self._epoch = 0
-        """Of the KV of one version: a new one finds nothing of those before it."""
+        """Of the prefix cache: a new one finds nothing of those before it."""
+        self._left: dict[str, str] = {}
+        """Salts of paused samples whose KV is to be kept over updates, by sample; the latest of them."""
         self._stays: dict[str, Stay] = {}
         """By sample, in the order in which vLLM has them."""
         self._full: list[Stay] = []
@@ -182,60 +186,45 @@ class VllmEngine(Drafting):
     def _step(self, out: StepOutput) -> None:
         if self._updater.is_broken:
             raise RuntimeError(
-                f"engine {self.name}: an update of the weights failed half-way; repeat update_weights with a higher "
-                "version before the next step"
+                f"engine {self.name}: an update of the weights failed half-way; repeat update_weights before the "
+                "next step"
             )
         start = self.now()
         try:
-            emitted = self.core.step()
+            done = self.core.step()
         except BaseException:
             self._start_over()
             raise
-        result = self._settle_step(emitted, start, out)
+        result = self._settle_step(done, start, out)
         self._journal.step(start, out.num_seqs, result)
         out.num_output_tokens = result.num_output_tokens
         out.at_limit = [stay.sample for stay in self._stays.values() if stay.is_at_limit]
 
-    def _settle_step(self, emitted: list[Emitted], start: float, out: StepOutput) -> PassResult:
+    def _settle_step(self, done: Pass, start: float, out: StepOutput) -> PassResult:
         """Books what vLLM did in a step."""
-        scheduled = self.core.scheduled
         stays = {stay.request_id: stay for stay in self._stays.values()}
-        counts: dict[str, int] = {}
-        drafted: dict[str, list[int]] = {}
-        if scheduled is not None:
-            for request_id in scheduled.preempted_req_ids or ():
-                if request_id in stays:
-                    self._preempted(stays[request_id])
-            cached = scheduled.scheduled_cached_reqs
-            computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-            computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-            for request_id, count in computed.items():
-                stay = stays[request_id]
-                stay.num_computed_tokens = count
-                if stay.admitted_at is None:
-                    self._admitted(stay, start)
-            counts = scheduled.num_scheduled_tokens
-            drafted = scheduled.scheduled_spec_decode_tokens
-        drafts = sum(token >= 0 for own in drafted.values() for token in own)  # the others fill a row up
-        known = {i: n - len(drafted.get(i, ())) for i, n in counts.items()}
-        context = sum(stays[i].num_computed_tokens + n for i, n in known.items())
-        made = {self._stays[e.sample_id].request_id for e in emitted}
-        decoding = sum(bool(stays[i].sample.output_ids) for i in made)
-        for request_id, n in counts.items():
-            stays[request_id].num_computed_tokens += n  # of those that emit, vLLM's record is the right one
+        for request_id in done.preempted:
+            if request_id in stays:
+                self._preempted(stays[request_id])
+        decoding = sum(bool(self._stays[e.sample_id].sample.output_ids) for e in done.emitted)
+        for request_id, before in done.starts.items():
+            stay = stays[request_id]
+            stay.num_computed_tokens = before
+            if stay.admitted_at is None:
+                self._admitted(stay, start, done.brought.get(request_id, 0))
+            stay.num_computed_tokens += done.counts[request_id]
         outcomes = []
-        for e in emitted:
+        for e in done.emitted:
             outcomes.append(outcome := Outcome(self._stays[e.sample_id]))
             self._take(outcome, e, out)
-        sampler = getattr(self.core.runner, "sampler", None)
-        sampling = getattr(sampler, "ended", 0.0) - getattr(sampler, "started", 0.0)
-        out.num_seqs = len(counts)
+        out.num_seqs = len(done.counts)
+        known, sampling = sum(done.counts.values()), self.core.sample_seconds if done.counts else 0.0
         return PassResult(
             outcomes,
-            num_tokens=sum(known.values()) + drafts,
-            num_prefill_tokens=sum(known.values()) - decoding,
-            num_context_tokens=context,
-            num_draft_tokens=drafts,
+            num_tokens=known + done.num_drafts,
+            num_prefill_tokens=known - decoding,
+            num_context_tokens=sum(done.starts.values()) + known,
+            num_draft_tokens=done.num_drafts,
             draft_seconds=0.0 if self.proposer is None else self.proposer.seconds,
             model_seconds=max(self.now() - start - sampling, 0.0),
             sample_seconds=sampling,
@@ -302,17 +291,16 @@ class VllmEngine(Drafting):
                 )
             start = self.now()
             checked = self._updater.check(weights)
-            self._updater.load(checked)
+            self._updater.load(checked, version)
             self._version = PolicyVersion(version)
             if self.proposer is not None:
                 self.proposer.weights_updated(version)
             if self.saver is not None:
                 self.saver.update_weights(checked, version)
-            keep = self.config.kv_on_update == "keep"
             for stay in list(self._stays.values()):
-                if stay.admitted_at is not None and keep:
+                if self._keeps and stay.admitted_at is not None:
                     stay.kv = "kept"
-                elif stay.request_id:
+                elif stay.request_id and not (self._keeps and stay.sample.output_ids):
                     if stay.admitted_at is not None:
                         self._back_to_waiting(stay, "weight update")
                     self._resubmit(stay)
@@ -321,6 +309,7 @@ class VllmEngine(Drafting):
     def reset_prefix_cache(self) -> None:
         """Forgets what finished and paused samples left behind."""
         with self._lock:
+            self._left.clear()
             self._epoch += 1
 
     def stats(self) -> EngineStats:
@@ -368,8 +357,13 @@ class VllmEngine(Drafting):
     def _submit(self, stay: Stay) -> None:
         params = None if self.saver is None else self.saver.load_params(stay.sample)
         by_counter = self.config.sampling == "counter"
-        stay.request_id = self.core.submit(stay.sample, f"{self._version}.{self._epoch}", by_counter, params)
+        stay.salt = self._left.pop(stay.sample.id, f"{self._version}.{self._epoch}")
+        stay.request_id = self.core.submit(stay.sample, stay.salt, by_counter, params)
         stay.num_computed_tokens, stay.kv = 0, "computed"
+
+    @property
+    def _keeps(self) -> bool:
+        return self.config.kv_on_update == "keep"
 
     def _withdraw(self, stay: Stay) -> None:
         if stay.request_id:
@@ -386,6 +380,7 @@ class VllmEngine(Drafting):
     def _start_over(self) -> None:
         """A step broke off: vLLM counts tokens as computed that may not be. All that it has is dropped."""
         self.core.step_lost()
+        self._left.clear()
         self._epoch += 1
         for stay in self._stays.values():
             if stay.request_id:
@@ -393,13 +388,14 @@ class VllmEngine(Drafting):
                     self._back_to_waiting(stay, "lost step")
                 self._resubmit(stay)
 
-    def _admitted(self, stay: Stay, at: float) -> None:
-        """The sequence has its slot and its blocks: records it."""
+    def _admitted(self, stay: Stay, at: float, restored: int) -> None:
+        """The sequence has its slot and its blocks: records it. restored: tokens whose KV a connector brought."""
         sample = stay.sample
-        restored = self.core.brought.get(stay.request_id, 0)
         if self.saver is not None and restored:
             stay.kv = self.saver.loaded(sample)
-        elif not (stay.kv == "kept" and stay.num_computed_tokens):  # preempted, and its KV of older weights found again
+        elif stay.num_computed_tokens and not stay.salt.startswith(f"{self._version}."):
+            stay.kv = "kept"
+        else:
             stay.kv = "recomputed" if sample.output_ids else "computed"
         refused = None
         if sample.snapshot is not None:
@@ -442,6 +438,10 @@ class VllmEngine(Drafting):
             self._journal.emit(
                 "save", stay, time=start, duration=self.now() - start, num_tokens=0 if failed else n, detail=detail
             )
+        if snapshot and self._keeps and stay.request_id and (stay.admitted_at is not None or sample.output_ids):
+            self._left[sample.id] = stay.salt
+            while len(self._left) > self.core.num_blocks:  # of more there cannot be a block left
+                del self._left[next(iter(self._left))]
         self._remove(stay)
         sample.status = "paused"
         kept = float(sample.snapshot is not None)

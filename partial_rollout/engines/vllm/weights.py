@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from longtail.errors import UnsupportedModel
 from longtail.partial_rollout.engines.native.loader import check_weights
 from longtail.partial_rollout.engines.vllm.core import Core
 
@@ -17,9 +18,11 @@ def parameter_shapes(model: str) -> dict[str, tuple[int, ...]]:
     LM head is left out."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    return {name: tuple(parameter.shape) for name, parameter in made.named_parameters()}
+        made = AutoModelForCausalLM.from_config(config)
+    tied = {"lm_head.weight"} if getattr(config.get_text_config(), "tie_word_embeddings", False) else set()
+    return {name: tuple(parameter.shape) for name, parameter in made.named_parameters() if name not in tied}
 
 
 class Updater:
@@ -37,14 +40,22 @@ class Updater:
             self._shapes = parameter_shapes(self.model)
         return check_weights(self._shapes, weights)
 
-    def load(self, checked: Mapping[str, torch.Tensor]) -> None:
+    def load(self, checked: Mapping[str, torch.Tensor], version: int) -> None:
         """Every worker reads all of them, and keeps its part in the model's dtype and layout."""
-        if self.core.runner is None:
-            raise UnsupportedModel(
-                "update_weights: vLLM's workers run in processes of their own (tensor_parallel_size above 1), where "
-                "state dicts do not reach; set up vLLM's weight transfer in engine_args"
-            )
         self.is_broken = True
-        with torch.inference_mode():
-            self.core.rpc("reload_weights", weights_iterator=iter(checked.items()))
+        if self.core.runner is not None:
+            with torch.inference_mode():
+                self.core.rpc("reload_weights", weights_iterator=iter(checked.items()))
+        else:
+            self._load_from_file(checked)
+        self.core.llm.set_weight_version(str(version))
         self.is_broken = False
+
+    def _load_from_file(self, checked: Mapping[str, torch.Tensor]) -> None:
+        """For workers in processes of their own (tensor parallelism), which share a file system with this one."""
+        from safetensors.torch import save_file
+
+        with tempfile.TemporaryDirectory(prefix="longtail-weights-") as directory:
+            tensors = {name: tensor.contiguous() for name, tensor in checked.items()}
+            save_file(tensors, Path(directory, "model.safetensors"))
+            self.core.rpc("reload_weights", weights_path=directory)
