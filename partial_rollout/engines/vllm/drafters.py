@@ -121,8 +121,22 @@ class Drafting:
     proposer: Proposer | None
     """longtail's drafters inside vLLM; None where the engine was made for none of them."""
     _lock: threading.RLock
-    _has_method: bool
-    """Whether vLLM was given anything that drafts."""
+    eos_token_ids: tuple[int, ...]
+    drafts_by_itself: bool
+    """Whether a method of vLLM drafts, for the engine's life."""
+
+    def _start_drafting(self, runner: Any, settings: Any, version: int) -> None:
+        """runner: vLLM's, None if it is in another process; settings: `VllmSettings`."""
+        self.proposer = proposer_of(runner, version, self.eos_token_ids)
+        self.drafts_by_itself = self.proposer is None and (settings.drafter or settings.speculative) is not None
+        if settings.drafter is None or is_vllms_own(settings.drafter):
+            return
+        if self.proposer is None:
+            raise ValueError(
+                f"drafter: {settings.drafter!r} drafts in the engine's process, and vLLM's workers have processes of "
+                f"their own here (tensor_parallel_size above 1); use a method of vLLM: {', '.join(OWN)}"
+            )
+        self.proposer.use(settings.drafter)
 
     @property
     def speculation(self) -> Speculation | None:
@@ -139,11 +153,6 @@ class Drafting:
                 self.proposer.use(drafter, controller)
             elif drafter is not None:
                 raise ValueError(f"drafter: this engine was not made for longtail's drafters; {_HOW}")
-
-    @property
-    def drafts_by_itself(self) -> bool:
-        """Whether a method of vLLM drafts, for the engine's life."""
-        return self.proposer is None and self._has_method
 
     def drafted(self, request_id: str) -> Counts:
         """What drafting did for a request that leaves."""

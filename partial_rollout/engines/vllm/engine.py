@@ -30,7 +30,7 @@ from longtail.partial_rollout.engines.native.stop_text import StopText
 from longtail.partial_rollout.engines.native.verification import Verdict
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
 from longtail.partial_rollout.engines.vllm.core import Core, Emitted, Pass, check_directory
-from longtail.partial_rollout.engines.vllm.drafters import Drafting, proposer_of
+from longtail.partial_rollout.engines.vllm.drafters import Drafting
 from longtail.partial_rollout.engines.vllm.saver import KVSaver
 from longtail.partial_rollout.engines.vllm.weights import Updater
 from longtail.sample import FinishReason, Sample
@@ -85,10 +85,7 @@ class VllmEngine(Drafting):
         self.max_model_len = self.core.max_model_len
         if config.sampling == "counter":
             self.core.sample_by_counter(config.logprobs_mode == "raw")
-        self._has_method = (config.drafter or config.speculative) is not None
-        self.proposer = proposer_of(self.core.runner, version, self.eos_token_ids)
-        if config.drafter is not None and self.proposer is not None:
-            self.proposer.use(config.drafter)
+        self._start_drafting(self.core.runner, config, version)
         if saver is not None:
             saver.start(self.core, version)
         self._updater = Updater(self.core, source)
