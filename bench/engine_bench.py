@@ -1,8 +1,9 @@
 """The native engine's decode and prefill speed against `transformers` and vLLM, pair by pair in one process.
 
 Contestants are the native engine (one per numerics), `generate`, `transformers`' continuous batching, and vLLM with its
-own sampler, driven step by step (its threads are those of OMP_NUM_THREADS); same model, float32, same threads, same prompts, temperature 0.7, EOS ignored, same number of new tokens. Every one stamps each
-token when it is there, so all rates come from one rule:
+own sampler, driven step by step (its threads are those of OMP_NUM_THREADS); same model, float32, same threads, same
+prompts, temperature 0.7, EOS ignored, same number of new tokens. Every one stamps each token when it is there, so all
+rates come from one rule:
 
     start |<-- prefill -->| all have their first token |<-- decode -->| last token
 

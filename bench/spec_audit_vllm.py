@@ -34,6 +34,10 @@ TINY = {True: {"head_dim": 32}, False: {"head_dim": 32, "vocab_size": 16}}
 outcomes of a small vocabulary can be counted."""
 
 
+OWN_DRAFTS = 3
+"""Of a method of vLLM, a step: it is fixed for an engine's life, whatever length an audit asks for."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class VllmSize:
     """Of the engine under audit. A pass takes all prompts whole (up to 64 tokens each): where a seeded sample's prompt
@@ -81,7 +85,7 @@ class VllmUnderAudit:
         correction.correct(None if corrected else correction.STARTING)
         self._kv_bytes = _kv_bytes(config, self.size)
         self._llm: Any = None
-        self._method: tuple[str | None, int] = (None, 0)  # of vLLM's own, and its length; None: the proposer
+        self._method: str | None = None  # of vLLM's own; None: the proposer
         self._proposer: Any = None
         self._notes: dict[str, list[tuple[int, list[int]]]] | None = None
         self._ids = itertools.count()
@@ -96,9 +100,9 @@ class VllmUnderAudit:
             raise ValueError(f"length {length} is above the {self.size.max_drafts} drafts that the engine is made for")
         self._notes = None
         if isinstance(drafter, str) and drafters.is_vllms_own(drafter):
-            self._start((drafter, length))
+            self._start(drafter)
             return
-        self._start((None, self.size.max_drafts))
+        self._start(None)
         if drafter is None:
             self._proposer.use(None)
             return
@@ -141,8 +145,8 @@ class VllmUnderAudit:
         drafts = None if self._notes is None else self._notes.pop(request, [])
         return Completion(tokens, logprobs, made.finish_reason, reason, drafts)
 
-    def _start(self, method: tuple[str | None, int]) -> None:
-        """An engine with this method; the one that runs, if it has it."""
+    def _start(self, method: str | None) -> None:
+        """An engine with this method of vLLM, None: with the proposer; the one that runs, if it is one."""
         if self._llm is not None and self._method == method:
             return
         if self._llm is not None:
@@ -152,6 +156,7 @@ class VllmUnderAudit:
 
         from longtail.partial_rollout.engines.vllm import drafters
 
+        most = self.size.max_drafts if method is None else OWN_DRAFTS
         on_cpu = {"kv_cache_memory_bytes": self._kv_bytes, "block_size": 32} if current_platform.is_cpu() else {}
         self._llm = LLM(
             model=self.model,
@@ -162,11 +167,11 @@ class VllmUnderAudit:
             enforce_eager=True,
             enable_prefix_caching=False,  # two equal runs are to do equal work
             logprobs_mode="processed_logprobs",
-            speculative_config=drafters.speculative_config(*method),
+            speculative_config=drafters.speculative_config(method, most),
             **on_cpu,
         )
         self._method = method
-        self._proposer = drafters.attach(self._llm) if method[0] is None else None
+        self._proposer = drafters.attach(self._llm) if method is None else None
 
 
 def by_counter(model: str | Path, tokenizer: Any, size: VllmSize | None = None) -> tuple[EngineUnderAudit, Any]:

@@ -1,5 +1,5 @@
-"""`VllmEngine` with longtail's drafters: with its own sampling not one token changes, whoever drafts and whatever happens
-to a sample meanwhile."""
+"""`VllmEngine` with longtail's drafters: with its own sampling not one token changes, whoever drafts and whatever
+happens to a sample meanwhile."""
 
 from __future__ import annotations
 

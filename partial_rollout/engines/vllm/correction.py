@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
+
 class VllmCorrected(UserWarning):
     """A fault of the installed vLLM was found and corrected in this process."""
 
