@@ -26,8 +26,8 @@ OUTCOME_CASES: dict[str, dict[str, Any]] = {
     "top-p 0.8": {"temperature": 1.2, "top_p": 0.8},
     "stop ids, min_tokens": {"min_tokens": 2, "ignore_eos": False},
 }
-"""All with top-k 3. The last one gets two stop ids that are likely to come. (It does not ignore EOS: vLLM keeps EOS from
-coming before min_tokens even where it is ignored, longtail does not.)"""
+"""All with top-k 3. The last one gets two stop ids that are likely to come. (It does not ignore EOS: vLLM keeps EOS
+from coming before min_tokens even where it is ignored, longtail does not.)"""
 MOST_OUTCOMES = 8192
 """Of a tree without top-k, where an engine does not take one: vocabulary ** DEPTH."""
 
