@@ -1,4 +1,4 @@
-"""Engines on a real vLLM, one for many tests: it takes half a minute to import and start. Elsewhere they are skipped."""
+"""Engines on a real vLLM, one for many tests: importing and starting one takes half a minute. Elsewhere all skip."""
 
 from __future__ import annotations
 

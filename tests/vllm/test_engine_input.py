@@ -45,7 +45,7 @@ def test_settings(directories: dict[str, Path], settings: dict, message: str) ->
 def test_models(tiny: LlamaForCausalLM, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="save_pretrained"):
         make(tiny)
-    with pytest.raises(ValueError, match="no config.json"):
+    with pytest.raises(ValueError, match=r"no config\.json"):
         make(tmp_path)
 
 
@@ -64,7 +64,7 @@ def test_samples(make_vllm: EngineMaker) -> None:
         seed=1,
         output_ids=[6],
         logprobs=[-1.0],
-        versions=[version + 1],
+        versions=[PolicyVersion(version + 1)],
     )
     engine._stop_text._tokenizer = None
     for bad, message in [

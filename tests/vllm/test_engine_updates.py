@@ -190,14 +190,15 @@ def test_engines_agree_on_the_protocol(make_vllm: EngineMaker) -> None:
     assert engine.name == "vllm" and engine.tiers is None and engine.num_free_slots == 8
 
 
-def test_by_file(make_vllm: EngineMaker, weights: list[Weights]) -> None:
+def test_by_file(make_vllm: EngineMaker, weights: list[Weights], monkeypatch: pytest.MonkeyPatch) -> None:
     """As to workers in processes of their own. And vLLM's own count of versions is ours."""
     engine = make_vllm()
     engine.update_weights(weights[1], engine.version + 1)
     expected = generate(engine, group("a", prompt(21)))[0]
     engine.update_weights(weights[0], engine.version + 1)
-    checked = engine._updater.check(weights[1])
-    engine._updater._load_from_file(checked)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.core), "runner", None)
+        engine._updater.load(engine._updater.check(weights[1]), engine.version)
     engine.reset_prefix_cache()
     assert_same(generate(engine, group("a", prompt(21)))[0], expected)
     engine.update_weights(weights[0], engine.version + 1)

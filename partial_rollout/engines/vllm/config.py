@@ -69,7 +69,7 @@ class VllmSettings:
     """None: True on a CPU, where compiling takes minutes, else False."""
     batch_invariant: bool = False
     """Have vLLM use kernels whose rounding does not depend on the batch (its VLLM_BATCH_INVARIANT), on GPUs that have
-    them: then a sample is bit-identical whatever runs beside it. A CPU has none; what it rounds differently is small."""
+    them: then a sample is bit-identical whatever runs beside it. A CPU has none; it differs by rounding."""
     drafter: str | None = None
     """What drafts: one of longtail's by name ("group", "ngram", "group>ngram"), which can be changed or turned off at
     any moment (`VllmEngine.use_drafter`), or a method of vLLM ("vllm-ngram", "suffix", "model:DIR", "eagle:DIR",

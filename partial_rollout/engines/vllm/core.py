@@ -82,6 +82,8 @@ class Core:
         if unknown := sorted(set(args) - known):
             raise ValueError(f"engine_args: vLLM's EngineArgs have no field {', '.join(unknown)}")
         config = EngineArgs(**args).create_engine_config()
+        if config.model_config.is_encoder_decoder or config.model_config.runner_type != "generate":
+            raise UnsupportedModel(f"model: {model} is no decoder that generates; the vLLM engine runs those only")
         self.config = config
         self.llm = LLMEngine(
             vllm_config=config,

@@ -46,7 +46,7 @@ class Stay(Sequence):
     request_id: str = ""
     """Empty: it has none for the moment."""
     salt: str = ""
-    """Of its blocks in the prefix cache: names the weights, and the epoch of the cache, under which it was submitted."""
+    """Of its blocks in the prefix cache: the version of the weights, and the epoch of the cache, at which it came."""
 
 
 class VllmEngine(Drafting):

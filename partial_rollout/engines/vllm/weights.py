@@ -12,17 +12,27 @@ import torch
 from longtail.partial_rollout.engines.native.loader import check_weights
 from longtail.partial_rollout.engines.vllm.core import Core
 
+Shapes = dict[str, tuple[int, ...]]
 
-def parameter_shapes(model: str) -> dict[str, tuple[int, ...]]:
-    """Of the model as `transformers` builds it, whose names a trainer's state dict has, without memory for them. A tied
-    LM head is left out."""
+
+def parameter_shapes(model: str) -> tuple[Shapes, dict[str, str]]:
+    """Of the model as `transformers` builds it, whose names a trainer's state dict has, without memory for them. And
+    the names of tied parameters, which are left out of the first, with the name that each is tied to."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config)
-    tied = {"lm_head.weight"} if getattr(config.get_text_config(), "tie_word_embeddings", False) else set()
-    return {name: tuple(parameter.shape) for name, parameter in made.named_parameters() if name not in tied}
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    made.tie_weights()
+    shapes: Shapes = {}
+    names: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in made.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first == name:
+            shapes[name] = tuple(parameter.shape)
+        else:
+            ties[name] = first
+    return shapes, ties
 
 
 class Updater:
@@ -30,32 +40,38 @@ class Updater:
 
     def __init__(self, core: Core, model: str) -> None:
         self.core, self.model = core, model
-        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._parameters: tuple[Shapes, dict[str, str]] | None = None
         self.is_broken = False
         """An update failed half-way: the weights are neither the old nor the new ones."""
 
     def check(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """weights: a complete state dict (a tied LM head may be left out). ValueError names what does not fit."""
-        if self._shapes is None:
-            self._shapes = parameter_shapes(self.model)
-        return check_weights(self._shapes, weights)
+        """weights: a complete state dict (a tied LM head may be left out). ValueError names what does not fit.
+        -> those that count, without what is tied to another."""
+        return check_weights(self._known()[0], weights)
+
+    def _known(self) -> tuple[Shapes, dict[str, str]]:
+        if self._parameters is None:
+            self._parameters = parameter_shapes(self.model)
+        return self._parameters
 
     def load(self, checked: Mapping[str, torch.Tensor], version: int) -> None:
         """Every worker reads all of them, and keeps its part in the model's dtype and layout."""
         self.is_broken = True
+        # A tied LM head as well: a CPU's workers hold a packed copy of it, which the embedding alone would not renew.
+        complete = {**checked, **{name: checked[other] for name, other in self._known()[1].items()}}
         if self.core.runner is not None:
             with torch.inference_mode():
-                self.core.rpc("reload_weights", weights_iterator=iter(checked.items()))
+                self.core.rpc("reload_weights", weights_iterator=iter(complete.items()))
         else:
-            self._load_from_file(checked)
+            self._load_from_file(complete)
         self.core.llm.set_weight_version(str(version))
         self.is_broken = False
 
-    def _load_from_file(self, checked: Mapping[str, torch.Tensor]) -> None:
+    def _load_from_file(self, weights: Mapping[str, torch.Tensor]) -> None:
         """For workers in processes of their own (tensor parallelism), which share a file system with this one."""
         from safetensors.torch import save_file
 
         with tempfile.TemporaryDirectory(prefix="longtail-weights-") as directory:
-            tensors = {name: tensor.contiguous() for name, tensor in checked.items()}
+            tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
             save_file(tensors, Path(directory, "model.safetensors"))
             self.core.rpc("reload_weights", weights_path=directory)
