@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Literal
 
 EngineName = Literal["native", "vllm"]
@@ -9,11 +10,18 @@ ENGINES: tuple[EngineName, ...] = ("native", "vllm")
 
 
 def check_engine(name: str, *, threads: int | None = None) -> None:
-    """ValueError for an unknown name, and for threads where they are not ours to set."""
+    """ValueError for an unknown name, for vLLM where it is not installed, and for threads where they are not ours to
+    set."""
     if name not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {name!r}")
-    if name == "vllm" and threads is not None:
+    if name != "vllm":
+        return
+    if threads is not None:
         raise ValueError("threads: vLLM takes OMP_NUM_THREADS of the environment; set it there, and leave this out")
+    try:
+        importlib.import_module("longtail.partial_rollout.engines.vllm")
+    except ImportError as error:
+        raise ValueError(f"engine: {error}") from error
 
 
 def make_engine(

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from longtail.bench import spec_advise_cli
+from longtail.bench.engines import check_engine
 from longtail.bench.spec_train_cli import train
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ app = typer.Typer(
 spec_advise_cli.register(app)
 app.command("train")(train)
 console = Console(stderr=True)
-ENGINES = ("native", "vllm")
 
 
 @app.command()
@@ -64,8 +64,7 @@ def audit(
 ) -> None:
     """Prove or refute that drafting changes nothing: greedy equality, streams, log-probabilities, ends, and the exact
     distribution by chi-square. Status 1 if it changes something."""
-    if engine not in ENGINES:
-        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
+    check_engine(engine)
     if numerics not in ("exact", "fast"):
         raise ValueError(f"numerics must be exact or fast, not {numerics!r}")
     from longtail.bench import spec_audit
