@@ -119,6 +119,7 @@ def run(
         max_num_seqs=config.slots,
         max_model_len=max(map(len, prompts)) + config.max_tokens,
         kv_on_update=config.kv_on_update,
+        drafter=config.drafter if config.engine == "vllm" else None,  # vLLM is made for it; the native one takes any
         fingerprint_versions=True,
     )
     model_weights = load_weights(source)
