@@ -1,5 +1,6 @@
 # Each target works from a bare Python 3.11: what it needs is set up on first use and remembered in $(VENV)/.stamp-*.
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 VERL_VENV ?= .venv-verl
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 OUT ?= runs/demo
@@ -13,7 +14,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-areal test-verl lint typecheck clean
+.PHONY: help demo test test-areal test-verl test-vllm lint typecheck clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -38,6 +39,12 @@ test-areal: $(VENV)/.stamp-areal  ## run the server's test with AReaL's own clie
 test-verl: $(VERL_VENV)/.stamp  ## run the tests of the plugin for verl, in an environment of its own
 	$(VERL_VENV)/bin/pytest tests/verl
 
+test-vllm: $(VLLM_VENV)/.stamp  ## run the tests of the vLLM engine on vLLM's CPU build, in an environment of its own
+	@# Intel's OpenMP first, one thread: ten times the speed. In one process: `import vllm` takes long.
+	env -u OMP_WAIT_POLICY LD_PRELOAD=$(abspath $(VLLM_VENV))/lib/libiomp5.so OMP_NUM_THREADS=1 \
+	    VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
+	    VLLM_LOGGING_LEVEL=ERROR $(VLLM_VENV)/bin/pytest tests/vllm
+
 lint: $(VENV)/.stamp-dev  ## check style and imports
 	$(bin)/ruff check .
 
@@ -45,7 +52,7 @@ typecheck: $(VENV)/.stamp-dev  ## check types
 	$(bin)/mypy
 
 clean:  ## remove the environment and what tools left behind; keeps runs/ and the models' cache
-	rm -rf $(VENV) $(VENV)-areal $(VERL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-areal $(VERL_VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
@@ -65,6 +72,13 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 	@command -v bwrap >/dev/null || apt-get install -qq -y bubblewrap >/dev/null 2>&1 || \
 	    echo 'bubblewrap is missing (apt-get install bubblewrap): the tests of the sandbox are skipped'
 	@touch $@ $(VENV)/.stamp-run
+
+# vLLM excludes versions that longtail is tested with: all versions are of that environment, longtail adds none.
+$(VLLM_VENV)/.stamp: tests/vllm/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps -r tests/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps -e .
+	@touch $@
 
 # verl excludes the transformers that longtail is tested with: all versions are of that environment, longtail adds none.
 $(VERL_VENV)/.stamp: tests/verl/requirements.txt pyproject.toml

@@ -1,8 +1,9 @@
-"""The native engine's decode and prefill speed against `transformers`, pair by pair in one process.
+"""The native engine's decode and prefill speed against `transformers` and vLLM, pair by pair in one process.
 
-Contestants are the native engine (one per numerics), `generate`, and `transformers`' continuous batching; same model,
-float32, same threads, same prompts, temperature 0.7, EOS ignored, same number of new tokens. Every one stamps each
-token when it is there, so all rates come from one rule:
+Contestants are the native engine (one per numerics), `generate`, `transformers`' continuous batching, and vLLM with its
+own sampler, driven step by step (its threads are those of OMP_NUM_THREADS); same model, float32, same threads, same
+prompts, temperature 0.7, EOS ignored, same number of new tokens. Every one stamps each token when it is there, so all
+rates come from one rule:
 
     start |<-- prefill -->| all have their first token |<-- decode -->| last token
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from longtail.partial_rollout.engines.native.engine import NativeEngine
 
 PEERS = ("generate", "continuous")
+ALL_PEERS = (*PEERS, "vllm")
 NUMERICS = ("exact", "fast")
 TEMPERATURE = 0.7
 FEW_TOKENS = 4
@@ -74,7 +76,7 @@ class EngineBenchConfig:
                 raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
         if not self.batches or min(self.batches) < 1:
             raise ValueError(f"batches must be one or more positive numbers, not {self.batches}")
-        for name, known in (("peers", PEERS), ("numerics", NUMERICS)):
+        for name, known in (("peers", ALL_PEERS), ("numerics", NUMERICS)):
             chosen = getattr(self, name)
             if set(chosen) - set(known) or len(set(chosen)) < len(chosen) or not (chosen or name == "peers"):
                 raise ValueError(f"{name} must be some of {', '.join(known)}, each once, not {', '.join(chosen)}")
@@ -96,7 +98,7 @@ class Run:
     stamps: list[list[float]]
     """Per sequence, when each of its new tokens was there."""
     events: list[Event] = dataclasses.field(default_factory=list)
-    """Native only."""
+    """Of an engine that tells them."""
 
     @property
     def decode_start(self) -> float:
@@ -141,7 +143,7 @@ def check_run(name: str, run: Run, batch: int, new_tokens: int) -> None:
 Contestant = Callable[[list[list[int]], int], Run]  # prompts, and how many new tokens each is to get
 
 
-def run_native(engine: NativeEngine, prompts: list[list[int]], new_tokens: int) -> Run:
+def run_engine(engine: Any, prompts: list[list[int]], new_tokens: int) -> Run:
     params = SamplingParams(temperature=TEMPERATURE, max_tokens=new_tokens, ignore_eos=True)
     samples = [Group.from_prompt(str(i), prompt, params).samples[0] for i, prompt in enumerate(prompts)]
     run = Run(0.0, [[] for _ in samples])
@@ -243,6 +245,20 @@ def native_engine(config: EngineBenchConfig, model: Any, numerics: str, **settin
     return NativeEngine(model, numerics=numerics, **settings)
 
 
+def vllm_engine(config: EngineBenchConfig) -> Any:
+    from longtail.partial_rollout.engines.vllm import VllmEngine
+
+    return VllmEngine(
+        resolve_model(str(config.model)),
+        sampling="vllm",
+        dtype="float32",
+        max_num_seqs=max(config.batches),
+        max_num_batched_tokens=config.prompt_budget,
+        max_model_len=config.longest,
+        kv_cache_bytes=KV_CACHE_BYTES,
+    )
+
+
 def run(config: EngineBenchConfig, progress: Callable[[str], None]) -> dict[str, Any]:
     """Runs everything; JSON-ready. `progress` gets a line now and then."""
     import torch
@@ -263,18 +279,23 @@ def run(config: EngineBenchConfig, progress: Callable[[str], None]) -> dict[str,
 def comparisons(config: EngineBenchConfig, model: Any, progress: Callable[[str], None]) -> list[dict[str, Any]]:
     contestants: dict[str, Contestant] = {}
     for numerics in config.numerics:
-        contestants[f"native {numerics}"] = partial(run_native, native_engine(config, model, numerics))
+        contestants[f"native {numerics}"] = partial(run_engine, native_engine(config, model, numerics))
     if "generate" in config.peers:
         contestants["generate"] = partial(run_generate, model)
     rows = []
     with contextlib.ExitStack() as stack:
         if "continuous" in config.peers:
             contestants["continuous"] = partial(run_continuous, stack.enter_context(continuous_batching(model, config)))
+        if "vllm" in config.peers:
+            vllm = vllm_engine(config)
+            stack.callback(vllm.close)
+            contestants["vllm"] = partial(run_engine, vllm)
         for batch in config.batches:
             progress(f"decode, batch {batch}")
             runs = timed_runs(config, model, contestants, batch, config.prompt_tokens, config.decode_tokens)
             for row in comparison_rows("decode", batch, {n: [r.decode_rate for r in done] for n, done in runs.items()}):
-                rows.append(row | step_shares(runs[row["contestant"]]))
+                own = row["contestant"] not in ALL_PEERS
+                rows.append(row | (step_shares(runs[row["contestant"]]) if own else {}))
         progress(f"prefill, {config.prefill_tokens} tokens")
         runs = timed_runs(config, model, contestants, 1, config.prefill_tokens, 1)
         prefill = {n: [config.prefill_tokens / (r.decode_start - r.start) for r in done] for n, done in runs.items()}
@@ -304,8 +325,8 @@ def comparison_rows(measure: str, batch: int, rates: dict[str, list[float]]) -> 
     for name, values in rates.items():
         row = {"measure": measure, "batch": batch, "contestant": name, "per_repeat": values}
         row["tokens_per_second"] = quantiles(values)
-        if name not in PEERS:
-            row["ratios"] = {peer: ratios(values, rates[peer]) for peer in PEERS if peer in rates}
+        if name not in ALL_PEERS:
+            row["ratios"] = {peer: ratios(values, rates[peer]) for peer in ALL_PEERS if peer in rates}
         rows.append(row)
     return rows
 

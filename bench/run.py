@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtail.bench import analysis, machine
+from longtail.bench.engines import check_engine, make_engine, renew_drafter
 from longtail.bench.strategy_specs import BUDGET_SHARE, check_specs, samples_for, strategy_for
 from longtail.bench.tasks import Task, grade_request, load_tasks, prompt_ids
 from longtail.bench.trace import TraceWriter, replacing
 from longtail.events import Event, Listener
-from longtail.partial_rollout.engines.native.engine import NativeEngine
 from longtail.partial_rollout.grading import GradeRequest, GraderPool
 from longtail.partial_rollout.length_bias import LengthBiasWarning
 from longtail.partial_rollout.rollout import Rollout
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("sync", "token-budget")
 """Of the demo."""
+ROUNDING = 1e-4
+"""Between log-probabilities of one token in two runs, where an engine's numerics depend on the batch."""
 ASSUMED_SHARE_OF_CAP = 0.35
 """Mean length over the cap, where no sync run has measured it."""
 
@@ -58,7 +60,9 @@ class BenchConfig:
     kv_on_update: str = "recompute"
     """What becomes of unfinished samples' KV at an update: computed again, as new weights demand, or kept ("keep")."""
     drafter: str | None = None
-    """For speculative decoding, as `NativeEngine.use_drafter` takes it; None: no drafts."""
+    """For speculative decoding, as the engine takes it; None: no drafts."""
+    engine: str = "native"
+    """Or "vllm", whose numerics are its own: tokens are compared, and log-probabilities up to `ROUNDING`."""
 
     def __post_init__(self) -> None:
         for name in ("iterations", "prompts", "group_size", "slots"):
@@ -68,6 +72,7 @@ class BenchConfig:
             raise ValueError(f"token_budget must be at least 1, not {self.token_budget}")
         if self.kv_on_update not in ("recompute", "keep"):
             raise ValueError(f'kv_on_update must be "recompute" or "keep", not {self.kv_on_update!r}')
+        check_engine(self.engine, threads=self.threads)
         check_specs(self.strategies)
         self.params(0)  # checks the sampling fields
 
@@ -105,7 +110,8 @@ def run(
     tokenizer = AutoTokenizer.from_pretrained(source)
     tasks = load_tasks(config.tasks, config.prompts * config.iterations, config.seed)
     prompts = [prompt_ids(task, tokenizer) for task in tasks]
-    engine = NativeEngine(
+    engine = make_engine(
+        config.engine,
         source,
         tokenizer=tokenizer,
         threads=config.threads,
@@ -113,6 +119,7 @@ def run(
         max_num_seqs=config.slots,
         max_model_len=max(map(len, prompts)) + config.max_tokens,
         kv_on_update=config.kv_on_update,
+        drafter=config.drafter if config.engine == "vllm" else None,  # vLLM is made for it; the native one takes any
         fingerprint_versions=True,
     )
     model_weights = load_weights(source)
@@ -132,7 +139,7 @@ def run(
                 record(event)
                 progress(name, event)
 
-            engine.use_drafter(config.drafter)  # anew: no run may learn from the one before
+            renew_drafter(engine, config.drafter)  # no run may learn from the one before
             rollout = Rollout(
                 engine,
                 strategy=strategy,
@@ -168,7 +175,7 @@ def run(
         "machine": machine.describe(),
         "runs": runs,
         "compare": analysis.compare(runs),
-        "identical_tokens": _identical(samples),
+        "identical_tokens": _identical(samples, 0.0 if config.engine == "native" else ROUNDING),
     }
     return BenchResult(summary, trace, frame, samples)
 
@@ -203,7 +210,7 @@ def _strategy(name: str, config: BenchConfig, measured: float | None) -> Strateg
     return strategy_for(name, groups=config.prompts, samples=config.group_size, budget=budget)
 
 
-def _warm_up(engine: NativeEngine, config: BenchConfig, weights: dict[str, Any] | None) -> None:
+def _warm_up(engine: Any, config: BenchConfig, weights: dict[str, Any] | None) -> None:
     """First calls compile and allocate; and no run may find the prefixes of the one before. The prompt is long enough
     for the kernel that uses all threads, the few tokens after it take the one that does not."""
     prompt = [5 + i % 90 for i in range(min(128, engine.max_model_len - 8))]
@@ -237,8 +244,8 @@ def _run_strategy(
     rollout: Rollout, config: BenchConfig, groups: list[Group], weights: dict[str, Any], listen: Listener
 ) -> list[Group]:
     """-> what was handed over."""
-    engine, strategy = rollout.engine, rollout.strategy
-    assert isinstance(engine, NativeEngine)
+    engine: Any = rollout.engine
+    strategy = rollout.strategy
     settings = {
         **dataclasses.asdict(config),
         "strategy": strategy.name,
@@ -263,15 +270,18 @@ def _run_strategy(
     return done
 
 
-def _identical(samples: dict[str, dict[str, Sample]]) -> bool | None:
-    """Whether every sample has the same tokens and log-probabilities under every strategy that handed it over; None
-    with only one."""
+def _identical(samples: dict[str, dict[str, Sample]], rounding: float) -> bool | None:
+    """Whether every sample has the same tokens, and log-probabilities that are no further apart than `rounding`, under
+    every strategy that handed it over; None with only one."""
     if len(samples) < 2:
         return None
     first: dict[str, Sample] = {}
     for by_id in samples.values():
         for name, sample in by_id.items():
             other = first.setdefault(name, sample)
-            if (sample.output_ids, sample.logprobs) != (other.output_ids, other.logprobs):
+            if sample.output_ids != other.output_ids:
+                return False
+            apart = (abs(a - b) for a, b in zip(sample.logprobs, other.logprobs, strict=True))
+            if not all(distance <= rounding for distance in apart):
                 return False
     return True

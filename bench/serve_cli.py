@@ -8,6 +8,8 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from longtail.bench.engines import check_engine, make_engine
+
 
 def serve(
     model: Annotated[str, typer.Option(help="Model name, directory or hub id")] = "smollm2-135m",
@@ -20,7 +22,7 @@ def serve(
         str, typer.Option(help="Environment variable with a key that clients must send", show_default="none")
     ] = "",
     model_name: Annotated[str, typer.Option(help="As /v1/models has it", show_default="--model")] = "",
-    engine: Annotated[str, typer.Option(help="native")] = "native",
+    engine: Annotated[str, typer.Option(help="native, or vllm")] = "native",
     slots: Annotated[int, typer.Option(min=1, help="Samples that run at once")] = 32,
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens of prompt and output", show_default="the model's")
@@ -47,8 +49,7 @@ def serve(
 ) -> None:
     """Serve a model to RL trainers over HTTP: tokens in, tokens with log-probabilities and versions out, weights from a
     directory. Aborted requests that come back go on where they were. Ends with Ctrl-C."""
-    if engine != "native":
-        raise ValueError(f"engine must be native, not {engine!r}")
+    check_engine(engine, threads=threads)
     from longtail.trainer_adapter.server.config import ServerConfig
 
     key = None
@@ -67,7 +68,6 @@ def serve(
         grace_seconds=grace_seconds,
     )
     from longtail.bench.models import resolve_model
-    from longtail.partial_rollout.engines.native.engine import NativeEngine
     from longtail.partial_rollout.service import KeptConfig, RolloutService
     from longtail.trainer_adapter.server.serve import serve as run
 
@@ -83,12 +83,12 @@ def serve(
         "numerics": numerics,
         "threads": threads,
     }
-    native = NativeEngine(source, version=version, drafter=drafter, **settings)
     tokenizer = _tokenizer(source)
+    made = make_engine(engine, source, version=version, drafter=drafter, **settings)
     if tokenizer is None:
         console.print(f"{model} has no tokenizer: token ids only", style="yellow", highlight=False)
     about = {"model_path": str(source), "engine": engine, "drafter": drafter, **settings, "version": version}
-    with RolloutService(native, seed=seed, kept=kept) as service:
+    with RolloutService(made, seed=seed, kept=kept) as service:
         run(
             service,
             config,

@@ -66,6 +66,8 @@ class AuditConfig:
     """Samples of one test of the distribution at the most."""
     cases: tuple[str, ...] = tuple(OUTCOME_CASES)
     """Of the distribution."""
+    only_greedy: bool = False
+    """Greedy samples alone, in batches of greedy samples: nothing is drawn, and no distribution tested."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,6 +96,8 @@ class AuditReport:
     config: AuditConfig
     findings: list[Finding]
     seconds: float
+    left_out: tuple[str, ...] = ()
+    """What was not audited: sampling parameters that the engine does not take, stop strings."""
 
     @property
     def passed(self) -> bool:
@@ -153,6 +157,7 @@ class AuditReport:
             "verdict": self.verdict,
             "false_alarm": self.config.false_alarm,
             "smallest_bias": self.smallest_bias,
+            "left_out": list(self.left_out),
             "seconds": self.seconds,
             "config": dataclasses.asdict(self.config),
             "meaning": MEANING,
@@ -181,8 +186,19 @@ def audit(
     findings = _streams(engine, reference, config, level, progress)
     # What rounding does to a token's probability, as measured.
     noise = min(max(f.data.get("reference", 0.0) for f in findings), config.tolerance)
-    findings += _distribution(engine, reference, config, level, noise, lambda: clock() - start, progress)
-    return AuditReport(engine.name, engine.verification, engine.exact, config, findings, clock() - start)
+    if not config.only_greedy:
+        findings += _distribution(engine, reference, config, level, noise, lambda: clock() - start, progress)
+    left_out = list(engine.refuses)
+    if engine.decode is None:
+        left_out.append("stop strings")
+    if config.only_greedy:
+        left_out.append("temperatures above 0")
+    elif tested := {f.case for f in findings if f.check == "distribution"}:
+        left_out += [f"distribution: {name}" for name in config.cases if name not in tested]
+    else:
+        left_out.append("the distribution")
+    seconds = clock() - start
+    return AuditReport(engine.name, engine.verification, engine.exact, config, findings, seconds, tuple(left_out))
 
 
 def _streams(
@@ -192,7 +208,7 @@ def _streams(
     level: float,
     progress: Callable[[str], None],
 ) -> list[Finding]:
-    cases = stream_cases(engine, config.stream_tokens, config.stream_samples, config.seed)
+    cases = stream_cases(engine, config.stream_tokens, config.stream_samples, config.seed, config.only_greedy)
     compared = StreamAudit(engine, reference, cases, tolerance=config.tolerance, level=level, power=config.power)
     if engine.decode is not None:
         compared.extend(stop_string_cases(cases, compared.plain, engine.decode))
@@ -280,6 +296,8 @@ def sentences(report: AuditReport) -> list[str]:
         f'"finds": accepting wrong drafts with this probability would have been found there with probability '
         f"{report.config.power:.0%}."
     )
+    if report.left_out:
+        said.append(f"Not audited on this engine: {', '.join(report.left_out)}.")
     said.append(report.verdict)
     return said
 

@@ -24,9 +24,12 @@ OUTCOME_CASES: dict[str, dict[str, Any]] = {
     "temperature 1.5": {"temperature": 1.5},
     "penalties": {"presence_penalty": 0.9, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
     "top-p 0.8": {"temperature": 1.2, "top_p": 0.8},
-    "stop ids, min_tokens": {"min_tokens": 2},
+    "stop ids, min_tokens": {"min_tokens": 2, "ignore_eos": False},
 }
-"""All with top-k 3. The last one gets two stop ids that are likely to come."""
+"""All with top-k 3. The last one gets two stop ids that are likely to come. (It does not ignore EOS: vLLM keeps EOS
+from coming before min_tokens even where it is ignored, longtail does not.)"""
+MOST_OUTCOMES = 8192
+"""Of a tree without top-k, where an engine does not take one: vocabulary ** DEPTH."""
 
 STREAM_CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -65,7 +68,9 @@ def prompt_of(rng: np.random.Generator, vocab: int, length: int) -> Tokens:
     return tuple([*phrase, *rest, *phrase][:length])
 
 
-def stream_cases(engine: AuditedEngine, tokens: int, each: int, seed: int) -> list[StreamCase]:
+def stream_cases(
+    engine: AuditedEngine, tokens: int, each: int, seed: int, only_greedy: bool = False
+) -> list[StreamCase]:
     """`each` requests a case, of up to `tokens` output tokens; their prompts have many lengths."""
     rng = np.random.default_rng([seed, 1])
     some = tuple(rng.choice(np.arange(3, engine.vocab_size), max(engine.vocab_size // 8, 1), replace=False).tolist())
@@ -74,6 +79,10 @@ def stream_cases(engine: AuditedEngine, tokens: int, each: int, seed: int) -> li
         params = {"max_tokens": tokens, "ignore_eos": True} | fields
         if name.startswith("stop ids"):
             params["stop_token_ids"] = some
+        for refused in engine.refuses:
+            params.pop(refused, None)
+        if only_greedy and params.get("temperature") != 0.0:
+            continue
         params["min_tokens"] = min(params.get("min_tokens", 0), tokens)
         for _ in range(each):
             prompt = prompt_of(rng, engine.vocab_size, int(rng.integers(4, 40)))
@@ -123,13 +132,15 @@ def outcome_cases(
     rng = np.random.default_rng([seed, 2])
     made = []
     for i, name in enumerate(names):
+        if not _can_be_asked(engine, name):
+            continue
         clear: list[OutcomeCase] = []
         for attempt in range(200):
             if len(clear) == 24 or (clear and enough(i)):
                 break
             prompt = prompt_of(rng, engine.vocab_size, 7 + attempt % 5)
             fields = {"top_k": 3, "max_tokens": OUTCOME_TOKENS, "ignore_eos": True} | OUTCOME_CASES[name]
-            params = SamplingParams(**fields)
+            params = SamplingParams(**{k: v for k, v in fields.items() if k not in engine.refuses})
             if name.startswith("stop ids"):
                 params = dataclasses.replace(params, stop_token_ids=_likely_ends(engine, reference, prompt, params))
             tree = outcome_tree(reference, prompt, params, engine.eos, DEPTH)
@@ -143,6 +154,12 @@ def outcome_cases(
             )
         made.append(min(clear, key=draws))
     return made
+
+
+def _can_be_asked(engine: AuditedEngine, name: str) -> bool:
+    """Whether the engine takes what makes this case, and its outcomes can be counted."""
+    countable = "top_k" not in engine.refuses or engine.vocab_size**DEPTH <= MOST_OUTCOMES
+    return countable and not any(field in engine.refuses for field in OUTCOME_CASES[name])
 
 
 def _likely_ends(

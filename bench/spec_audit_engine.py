@@ -66,8 +66,10 @@ class AuditedEngine(Protocol):
     eos: Tokens
     takes_drafters: bool
     """Whether `use` takes the audit's drafters besides the engine's own."""
+    refuses: tuple[str, ...]
+    """Sampling parameters that it does not take: they are left out of the requests, and the report says so."""
     decode: Callable[[Sequence[int]], str] | None
-    """For stop strings; None: without a tokenizer."""
+    """For stop strings; None: they are not audited."""
 
     def use(self, drafter: DraftChoice | None, length: int = 0) -> None:
         """Drafts from here on up to `length` tokens a step with a fresh drafter; None: no drafts."""
@@ -114,7 +116,7 @@ def arbitrary(output: Tokens, below: int) -> int:
     return (mixed >> 8) % below
 
 
-class _Recorder:
+class Recorder:
     """Notes what a drafter proposes."""
 
     def __init__(self, drafter: Drafter, notes: dict[str, list[tuple[int, list[int]]]]) -> None:
@@ -155,6 +157,7 @@ class EngineUnderAudit:
         self.vocab_size, self.eos, self.exact, self.verification = vocab_size, eos, exact, verification
         self.decode = decode
         self.takes_drafters = True
+        self.refuses: tuple[str, ...] = ()
         self._notes: dict[str, list[tuple[int, list[int]]]] | None = None
         self._ids = itertools.count()
 
@@ -167,7 +170,7 @@ class EngineUnderAudit:
 
         self._notes = {}
         made = make_drafter(drafter) if isinstance(drafter, str) else drafter
-        self.use_drafter(_Recorder(made, self._notes), length)
+        self.use_drafter(Recorder(made, self._notes), length)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seeds: Sequence[int]
@@ -238,7 +241,7 @@ def native_engine(
 TINY_VOCAB = 96
 
 
-def tiny_model() -> tuple[Any, Any]:
+def tiny_model(head_dim: int = 16, vocab_size: int = TINY_VOCAB) -> tuple[Any, Any]:
     """A random Llama of one layer whose logits depend on the whole context, and a tokenizer with one character a token:
     an audit of it takes seconds."""
     import torch
@@ -246,13 +249,13 @@ def tiny_model() -> tuple[Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     config = LlamaConfig(
-        vocab_size=TINY_VOCAB,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=512,
         initializer_range=0.35,
         tie_word_embeddings=False,
@@ -263,7 +266,7 @@ def tiny_model() -> tuple[Any, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).eval()
-    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(0x4E00 + i): 3 + i for i in range(TINY_VOCAB - 3)}
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(0x4E00 + i): 3 + i for i in range(vocab_size - 3)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.decoder = decoders.Fuse()
     return model, PreTrainedTokenizerFast(tokenizer_object=tokenizer)

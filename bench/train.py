@@ -106,7 +106,9 @@ class _Life:
         self.base = SamplingParams(max_tokens=self.max_tokens, stop_token_ids=self.prompts.stop_token_ids)
         self.strategy = config.make_strategy(self.max_tokens)
         model, _ = load_model(source)
-        self.engine = make_engine(config, model)
+        self.engine = make_engine(config, model, source)
+        if (close := getattr(self.engine, "close", None)) is not None:
+            stack.callback(close)
         self.policy, reference = make_policy(config, model, self.engine)
         self.trainer = Trainer(
             self.policy, config.make_loss(self.max_tokens), config=config.train_config(), reference=reference

@@ -47,8 +47,9 @@ def train(
     temperature: Annotated[float, typer.Option(help="Sampling temperature")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and samples")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all")] = None,
+    engine: Annotated[str, typer.Option(help="native, or vllm")] = "native",
     numerics: Annotated[
-        str, typer.Option(help="Of the engine. exact: same bits in every batch; fast: up to rounding")
+        str, typer.Option(help="Of the native engine. exact: same bits in every batch; fast: up to rounding")
     ] = "exact",
     policy: Annotated[
         str | None,

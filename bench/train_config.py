@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Literal
 
+from longtail.bench.engines import EngineName, check_engine
 from longtail.bench.strategy_specs import BUDGET_SHARE, samples_for, strategy_for
 from longtail.partial_rollout.strategies import Strategy
 from longtail.sampling_params import SamplingParams
@@ -50,11 +51,13 @@ class RunConfig:
     seed: int = 0
     threads: int | None = None
     """CPU threads; None: as many as torch takes. The bits of a run depend on it."""
+    engine: EngineName = "native"
+    """Or "vllm", whose numerics are its own."""
     numerics: Literal["exact", "fast"] = "exact"
-    """Of the engine."""
+    """Of the native engine."""
     policy: Literal["exact", "transformers"] | None = None
     """exact: log-probabilities that are the rollout's, bit for bit; transformers: the model's own forward pass. None:
-    exact where numerics is."""
+    exact where the engine is native and numerics exact."""
     drafter: str | None = None
     learning_rate: float = 1e-5
     warmup: int = 0
@@ -105,8 +108,11 @@ class RunConfig:
             raise ValueError("temperature must be above 0: greedy decoding has no distribution to train")
         if self.policy not in (None, "exact", "transformers"):
             raise ValueError(f'policy must be "exact" or "transformers", not {self.policy!r}')
-        if self.policy == "exact" and self.numerics != "exact":
-            raise ValueError('policy "exact" computes as the engine does with numerics="exact"; use "transformers"')
+        check_engine(self.engine)
+        if self.policy == "exact" and not self.is_exact:
+            raise ValueError(
+                'policy "exact" computes as the native engine does with numerics="exact"; use "transformers"'
+            )
         if self.lora and self.freeze:
             raise ValueError("freeze with lora: the model is frozen, and the adapters are what is trained")
         self.make_strategy(1)
@@ -118,7 +124,12 @@ class RunConfig:
     def policy_kind(self) -> Literal["exact", "transformers"]:
         if self.policy is not None:
             return self.policy
-        return "exact" if self.numerics == "exact" else "transformers"
+        return "exact" if self.is_exact else "transformers"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine makes the same bits in every batch."""
+        return self.engine == "native" and self.numerics == "exact"
 
     @property
     def num_slots(self) -> int:
@@ -129,7 +140,7 @@ class RunConfig:
         """Whether nothing that is generated depends on time, so that a run which was killed and resumed is the one that
         was not, bit for bit. Drafts change no token, but how many a step makes, and so where a budget cuts."""
         name = self.strategy.partition(":")[0]
-        return self.numerics == "exact" and (name == "sync" or (name == "token-budget" and self.drafter is None))
+        return self.is_exact and (name == "sync" or (name == "token-budget" and self.drafter is None))
 
     def budget(self, max_tokens: int) -> int:
         share = BUDGET_SHARE * ASSUMED_SHARE_OF_CAP

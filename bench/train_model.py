@@ -10,17 +10,21 @@ from typing import Any
 
 import torch
 
+from longtail.bench import engines
 from longtail.bench.train_config import RunConfig
 from longtail.partial_rollout.engines.native.engine import NativeEngine
 from longtail.partial_rollout.engines.native.loader import load_model
 from longtail.trainer_adapter.policy import Policy, Reference, TransformersPolicy, freeze_parameters
 
 
-def make_engine(config: RunConfig, model: Any) -> NativeEngine:
-    return NativeEngine(
-        model,
+def make_engine(config: RunConfig, model: Any, source: str) -> Any:
+    """model: loaded from source, from where vLLM loads it once more."""
+    native = config.engine == "native"
+    return engines.make_engine(
+        config.engine,
+        model if native else source,
         numerics=config.numerics,
-        threads=config.threads,
+        threads=config.threads if native else None,
         max_num_seqs=config.num_slots,
         max_num_batched_tokens=max(512, config.num_slots),
         kv_cache_bytes=config.kv_cache_bytes,

@@ -30,6 +30,7 @@ class Toy:
 
     name = "toy"
     takes_drafters = True
+    refuses: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
 
     def __init__(

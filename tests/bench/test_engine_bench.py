@@ -76,7 +76,7 @@ def test_a_run_with_other_tokens_than_asked_for_has_no_speed(stamps: list[list[f
         ("batches", (4, 0)),
         ("decode_tokens", 1),
         ("repeats", 0),
-        ("peers", ("vllm",)),
+        ("peers", ("sglang",)),
         ("peers", ("generate", "generate")),
         ("numerics", ()),
         ("numerics", ("exact", "exact")),

@@ -53,7 +53,8 @@ def test_a_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--engine", "vllm"], "engine must be native"),
+        (["--engine", "sglang"], "engine must be one of native, vllm"),
+        (["--engine", "vllm"], "needs vLLM, which is not installed"),
         (["--api-key-env", "LONGTAIL_NOT_THERE"], "LONGTAIL_NOT_THERE"),
         (["--dialect", "grpc"], "dialect must be"),
         (["--model", "/nowhere/at/all"], "model:"),

@@ -450,7 +450,8 @@ def test_command_fails_with_status_1(accepts_too_much: None) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "vllm"], "comes with the vLLM engine"),
+        (["--engine", "vllm"], "needs vLLM, which is not installed"),
+        (["--uncorrected"], "settings of vLLM"),
         (["--engine", "sglang"], "engine must be one of native, vllm"),
         (["--numerics", "double"], "numerics must be exact or fast"),
         (["--drafter", "ngram,"], "a name is missing"),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from longtail.kv_manager.encoding import Encoding
 from longtail.partial_rollout.engines.native.config import KVOnUpdate, LogprobsMode
+from longtail.partial_rollout.engines.vllm.drafters import speculative_config
 
 SamplingMode = Literal["counter", "vllm"]
 
@@ -22,7 +23,7 @@ OWN_ARGS = {
     "logprobs_mode": "use logprobs_mode",
     "dtype": "use dtype",
     "enforce_eager": "use enforce_eager",
-    "speculative_config": "use speculative",
+    "speculative_config": "use drafter",
     "async_scheduling": "it is off: the engine needs every token before the next step",
     "worker_extension_cls": "the engine has its own",
     "skip_tokenizer_init": "use tokenizer",
@@ -75,8 +76,14 @@ class VllmSettings:
     batch_invariant: bool = False
     """Have vLLM use kernels whose rounding does not depend on the batch (its VLLM_BATCH_INVARIANT), on GPUs that have
     them: then a sample is bit-identical whatever runs beside it. A CPU has none; it differs by rounding."""
+    drafter: str | None = None
+    """What drafts: one of longtail's by name ("group", "ngram", "group>ngram"), which can be changed or turned off at
+    any moment (`VllmEngine.use_drafter`), or a method of vLLM ("vllm-ngram", "suffix", "model:DIR", "eagle:DIR",
+    "mtp"), which is there for good. None: nothing, for good."""
+    max_drafts: int = 8
+    """Of a sample and step, at the most; vLLM keeps room for as many."""
     speculative: Mapping[str, Any] | None = None
-    """vLLM's speculative_config: a method and its fields."""
+    """vLLM's own speculative_config, a method and its fields, in place of `drafter`."""
     engine_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields of vLLM's EngineArgs."""
 
@@ -90,7 +97,14 @@ class VllmSettings:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "kv_cache_bytes"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "block_size",
+            "kv_cache_bytes",
+            "max_drafts",
+        ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
@@ -99,6 +113,10 @@ class VllmSettings:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "not every running sample could decode in a step; raise it or lower max_num_seqs"
             )
+        if self.drafter is not None:
+            if self.speculative is not None:
+                raise ValueError("speculative: it says what drafts, and drafter does so too; leave one of them out")
+            speculative_config(self.drafter, self.max_drafts)  # ValueError for a name that means nothing
         for name in self.engine_args:
             if name in OWN_ARGS:
                 raise ValueError(f"engine_args: {name} is not for here: {OWN_ARGS[name]}")

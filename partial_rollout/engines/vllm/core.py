@@ -12,7 +12,6 @@ import gc
 import itertools
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,8 @@ import torch
 
 from longtail.errors import UnsupportedModel
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
+from longtail.partial_rollout.engines.vllm.correction import correct
+from longtail.partial_rollout.engines.vllm.drafters import speculative_config
 from longtail.partial_rollout.engines.vllm.sampling import EXTENSION, KEY, row_state
 from longtail.partial_rollout.engines.vllm.versions import VllmUnsupported
 from longtail.sample import Sample
@@ -69,7 +70,7 @@ class Core:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the runner whose sampler is replaced
         if settings.batch_invariant:
             _want_batch_invariance()
-        _bear_numba()
+        correct()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -174,11 +175,10 @@ class Core:
 
         tokens = [*sample.prompt_ids, *sample.output_ids]
         p = sample.params
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {KEY: row_state(sample)}
         if kv_params is not None:
             extra["kv_transfer_params"] = dict(kv_params)
         if by_counter:
-            extra[KEY] = row_state(sample)
             ours: dict[str, Any] = {"temperature": 0.0}  # all that it decides is decided by our sampler
         else:
             ours = {
@@ -199,7 +199,7 @@ class Core:
             detokenize=False,
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=extra or None,
+            extra_args=extra,
         )
         prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt}
         return self.llm.add_request(f"{sample.id}#{next(self._stamp)}", prompt, params)
@@ -269,20 +269,6 @@ class Core:
         cleanup_dist_env_and_memory()
 
 
-def _bear_numba() -> None:
-    """Where workers start without Triton, vLLM reads `vars(x)` of every attribute of every module, and takes it for a
-    dict. Of llvmlite's wrappers, which are there once numba is imported, it is an object that is none."""
-    from vllm.triton_utils import dispatcher
-
-    def vars_of(value: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is deprecated and is looked at all the same
-            found = vars(value)
-        return found if isinstance(found, Mapping) else {}
-
-    dispatcher.vars = vars_of
-
-
 def _want_batch_invariance() -> None:
     """ValueError without an accelerator, and where parts of vLLM have already read that it is not wanted."""
     if not torch.accelerator.is_available():
@@ -314,10 +300,16 @@ def engine_args(model: str, s: VllmSettings, extra: Mapping[str, Any], *, is_cpu
         "max_model_len": s.max_model_len,
         "block_size": s.block_size or (CPU_BLOCK_SIZE if is_cpu else None),
         "kv_cache_memory_bytes": s.kv_cache_bytes or (CPU_KV_BYTES if is_cpu else None),
-        "speculative_config": None if s.speculative is None else dict(s.speculative),
+        "speculative_config": _speculative(s),
     }
     args |= {name: value for name, value in optional.items() if value is not None}
     return {**args, **s.engine_args, **extra}
+
+
+def _speculative(s: VllmSettings) -> dict[str, Any] | None:
+    if s.drafter is not None:
+        return speculative_config(s.drafter, s.max_drafts)
+    return None if s.speculative is None else dict(s.speculative)
 
 
 def check_directory(model: str | Path) -> str:

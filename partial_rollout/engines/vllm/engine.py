@@ -31,6 +31,7 @@ from longtail.partial_rollout.engines.native.stop_text import StopText
 from longtail.partial_rollout.engines.native.verification import Verdict
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
 from longtail.partial_rollout.engines.vllm.core import Core, Emitted, Pass, check_directory
+from longtail.partial_rollout.engines.vllm.drafters import Drafting
 from longtail.partial_rollout.engines.vllm.saver import make_saver
 from longtail.partial_rollout.engines.vllm.weights import Updater
 from longtail.sample import FinishReason, Sample
@@ -49,7 +50,7 @@ class Stay(Sequence):
     """Of its blocks in the prefix cache: the version of the weights, and the epoch of the cache, at which it came."""
 
 
-class VllmEngine:
+class VllmEngine(Drafting):
     """Runs models on vLLM, in this process.
 
     model: a directory or hub id. tokenizer: needed for stop strings only; loaded from the model's directory when the
@@ -85,6 +86,7 @@ class VllmEngine:
         self.max_model_len = self.core.max_model_len
         if config.sampling == "counter":
             self.core.sample_by_counter(config.logprobs_mode == "raw")
+        self._start_drafting(self.core.runner, config, version)
         if self.saver is not None:
             self.saver.start(self.core)
         self._updater = Updater(self.core, source)
@@ -169,6 +171,8 @@ class VllmEngine:
         do as well; KV of that moment is not trusted, and is computed again.
         """
         with self._lock:
+            if self.proposer is not None:
+                self.proposer.refilled = refilled
             with self._journal.telling():
                 out = StepOutput(self._version)
                 self._finish_full(out)
@@ -220,7 +224,7 @@ class VllmEngine:
             num_prefill_tokens=known - decoding,
             num_context_tokens=sum(done.starts.values()) + known,
             num_draft_tokens=done.num_drafts,
-            draft_seconds=0.0,
+            draft_seconds=0.0 if self.proposer is None else self.proposer.seconds,
             model_seconds=max(self.now() - start - sampling, 0.0),
             sample_seconds=sampling,
         )
@@ -288,6 +292,8 @@ class VllmEngine:
             checked = self._updater.check(weights)
             self._updater.load(checked, version)
             self._version = PolicyVersion(version)
+            if self.proposer is not None:
+                self.proposer.weights_updated(version)
             if self.saver is not None:
                 self.saver.update_weights(checked)
             for stay in list(self._stays.values()):
@@ -366,6 +372,8 @@ class VllmEngine:
 
     def _withdraw(self, stay: Stay) -> None:
         if stay.request_id:
+            if (did := self.drafted(stay.request_id)).drafted:
+                self._journal.add(did.event(self.now(), self.name, stay.sample))
             self.core.withdraw(stay.request_id)
             if self.saver is not None:
                 self.saver.leave(stay.sample.id)

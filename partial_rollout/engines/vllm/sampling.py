@@ -41,6 +41,7 @@ BROKEN, EMPTY = float("nan"), float("-inf")
 def row_state(sample: Sample) -> dict[str, Any]:
     """What a worker needs to know of a sample besides its tokens, as plain data."""
     return {
+        "id": sample.id,
         "seed": sample.seed,
         "num_prompt_tokens": len(sample.prompt_ids),
         "params": dataclasses.asdict(sample.params),
