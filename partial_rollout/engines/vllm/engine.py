@@ -163,7 +163,7 @@ class VllmEngine(Drafting):
             self._get(sample_id).set_limit(limit)
 
     def step(
-        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False
+        self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False, finishes: int = 1
     ) -> StepOutput:
         """One forward pass over what vLLM's scheduler chose: a new token per sequence, with drafts perhaps several.
 
