@@ -49,7 +49,7 @@ class VllmChaos(Chaos):
         engine.config = dataclasses.replace(engine.config, kv_on_update="keep" if keep else "recompute")
         saver.keep_older, saver.tiers = keep, Tiers(TierConfig(host_bytes=rng.choice([None, 30 * 32768])))
         engine.reset_prefix_cache()
-        engine.now = engine._journal.now = clock.now  # type: ignore[method-assign]
+        engine.now = engine._journal.now = clock.now
         step, core_step = engine.step, engine.core.step
 
         def timed(**options: Any) -> Any:
