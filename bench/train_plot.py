@@ -35,6 +35,8 @@ def curves(runs: Sequence[Path]) -> dict[str, Curve]:
 
 
 def _curve(run: Path) -> Curve:
+    if not run.is_dir():
+        raise ValueError(f"runs: {run} is no directory; give the --out of `longtail train`")
     steps, evaluations = read_metrics(run / "metrics.jsonl"), read_metrics(run / "eval.jsonl")
     if not evaluations:
         raise ValueError(f"runs: {run} has no evaluations (eval.jsonl); train with --eval-every")
