@@ -65,14 +65,18 @@ def why(summary: Mapping[str, Numbers]) -> list[str]:
     sentences = [f"What its tail went to: {'; '.join(parts)}."]
     single = [row for row in first["what_if"] if row["without"] in REMEDIES]
     best = max(single, key=lambda row: row["saved_seconds"])
-    if best["saved_seconds"] > SAME * total:
+    if best["saved_seconds"] <= SAME * total:
+        sentences.append("Nothing that a schedule could change would shorten it: the last samples are long.")
+    elif best["speedup"] is not None and best["speedup"] < 1 + SAME:
+        sentences.append(
+            f"None of its causes matters to the run: removing one makes {base} less than {SAME:.0%} faster."
+        )
+    else:
         speedup = _format("{:.2f}", best["speedup"])
         sentences.append(
             f"Most would help: {REMEDIES[best['without']]}. Of the tail {best['saved_seconds']:,.1f} s would go, and "
             f"{base} would be {speedup} times as fast, if its iterations end with their last sample."
         )
-    else:
-        sentences.append("Nothing that a schedule could change would shorten it: the last samples are long.")
     return sentences
 
 

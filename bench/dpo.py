@@ -24,7 +24,7 @@ from longtail.trainer_adapter.checkpoint import Checkpoints, rng_state, set_rng_
 from longtail.trainer_adapter.dpo_trainer import DPOConfig, DPOTrainer
 from longtail.trainer_adapter.metrics import MetricsLog, TensorBoard, read_metrics
 from longtail.trainer_adapter.order_swap import order_swap
-from longtail.trainer_adapter.pair_files import read_pairs
+from longtail.trainer_adapter.pair_files import check_pair_file, read_pairs
 from longtail.trainer_adapter.policy import Policy, TransformersPolicy, freeze_parameters
 from longtail.trainer_adapter.preferences import Pair, hold_out, length_bias
 
@@ -107,6 +107,9 @@ def run(
     config = dataclasses.replace(config, threads=machine.use_threads(config.threads))
     out, source = Path(out), str(model or config.model)
     _check_directory(out, config, resume)
+    for path in (config.pairs, config.eval_pairs):
+        if path is not None:
+            check_pair_file(path)
     tokenizer = tokenizer_of(source)
     loaded, _ = load_model(source)
     pairs = load_pairs(config, loaded.config, tokenizer)

@@ -164,11 +164,13 @@ def table(result: Result) -> Table:
 
     runs = list(result.runs.values())
     first, longest = runs[0], max(run.makespan for run in runs)
-    shown = Table(title=f"{result.spec.name}, simulated", title_justify="left")
-    shown.add_column("strategy")
-    for name in ("makespan", f"time / token x {first.strategy}", "whole run", "in the tail", "empty slots"):
+    shown = Table(
+        title=f"{result.spec.name}, simulated", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False
+    )  # narrow: seven strategies and nine columns fit into 80
+    shown.add_column("strategy", no_wrap=True)
+    for name in ("makespan", f"time /\ntoken\nx {first.strategy}", "whole\nrun", "in the\ntail", "empty\nslots"):
         shown.add_column(name, justify="right")
-    for name in ("staleness", "oldest", "wasted"):
+    for name in ("age,\nmean", "oldest", "wasted"):
         shown.add_column(name, justify="right")
     for run in runs:
         whole = (run.seconds_per_1000_tokens or 0.0) / (first.seconds_per_1000_tokens or 1.0)
@@ -197,7 +199,7 @@ def setting(result: Result) -> list[str]:
         f"{load['samples']:,} samples of {load['groups']:,} prompts, output tokens mean {load['mean']:,.0f}, p90 "
         f"{load['p90']:,}, max {load['max']:,} ({load['label']})",
         f"{result.spec.describe()}; {batch.groups} prompts x {batch.group_size} an iteration",
-        f"time / token: {window}. tail: from the 90th percentile of finishes to the last, each iteration's. staleness: "
+        f"time / token: {window}. tail: from the 90th percentile of finishes to the last, each iteration's. age: "
         "updates between a token's making and its training, mean and oldest. wasted: tokens thrown away. Simulated in "
         f"{_host(result):.1f} s.",
     ]

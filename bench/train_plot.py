@@ -8,6 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from longtail.bench.plots.style import RUN_COLOURS, new_figure, styled, titled
 from longtail.trainer_adapter.metrics import read_metrics
@@ -35,6 +36,8 @@ def curves(runs: Sequence[Path]) -> dict[str, Curve]:
 
 
 def _curve(run: Path) -> Curve:
+    if not run.is_dir():
+        raise ValueError(f"runs: {run} is no directory; give the --out of `longtail train`")
     steps, evaluations = read_metrics(run / "metrics.jsonl"), read_metrics(run / "eval.jsonl")
     if not evaluations:
         raise ValueError(f"runs: {run} has no evaluations (eval.jsonl); train with --eval-every")
@@ -71,6 +74,7 @@ def learning(found: Mapping[str, Curve]) -> Figure:
     handles.append(Line2D([], [], color="0.4", linewidth=1.0, linestyle="--", label="greedy"))
     left.set_xlabel("tokens generated")
     right.set_xlabel("updates")
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.set_ylabel("accuracy on held-out prompts")
     left.set_ylim(0, 1)
     ends = ", ".join(f"{c.sampled[-1]:.2f} after {c.tokens[-1]:,d} tokens ({name})" for name, c in found.items())

@@ -52,6 +52,8 @@ def load_prompts(
     ValueError: an unknown task, one that needs a tokenizer, or a file without a grader."""
     own: Grader | None = make_grader(grader) if isinstance(grader, str) else grader
     if task.endswith(".jsonl"):
+        if not Path(task).is_file():
+            raise ValueError(f"task: {task} cannot be read: there is no such file")
         if own is None:
             raise ValueError(f"grader: {task} brings none; give --grader math, or package.module.function")
         return FilePrompts(Path(task), tokenizer, own, held_out)

@@ -17,6 +17,7 @@ the mask still: it counts in means, so that dropping tokens does not scale up th
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
@@ -175,4 +176,5 @@ def correction(name: str, **settings: Any) -> tuple[Correction, ...]:
     try:
         return CORRECTIONS[name](**settings)
     except TypeError as error:
-        raise ValueError(f"correction {name!r}: {error}") from None
+        known = ", ".join(inspect.signature(CORRECTIONS[name]).parameters) or "none"
+        raise ValueError(f"correction {name!r}: {error}; its settings: {known}") from None

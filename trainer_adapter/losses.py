@@ -11,6 +11,7 @@ A_t: advantages, c_t: `corrections`, k_t: `kl`; over the tokens in the mask. Not
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
@@ -326,4 +327,6 @@ def policy_loss(name: str, **settings: Any) -> PolicyLoss:
     try:
         return POLICY_LOSSES[name](**settings)
     except TypeError as error:
-        raise ValueError(f"loss {name!r}: {error}") from None
+        own = [n for n in inspect.signature(POLICY_LOSSES[name]).parameters if n != "settings"]
+        known = ", ".join(dict.fromkeys(own + [field.name for field in dataclasses.fields(PolicyLoss)]))
+        raise ValueError(f"loss {name!r}: {error}; its settings: {known}") from None

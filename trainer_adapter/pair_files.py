@@ -135,14 +135,19 @@ def _check_new(pair: Pair, earlier: dict[Any, int], line: int) -> None:
 # ---- rows
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Number and fields of each row; a text where it has none."""
-    readers = {".jsonl": _json_rows, ".parquet": _parquet_rows}
-    if path.suffix not in readers:
+def check_pair_file(path: str | Path) -> None:
+    """ValueError: no file, or of a kind that pairs are not read from. Rows are not looked at."""
+    path = Path(path)
+    if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{path}: pairs are read from .jsonl and .parquet; rename or convert the file")
     if not path.is_file():
-        raise ValueError(f"{path}: is no file")
-    yield from readers[path.suffix](path)
+        raise ValueError(f"{path} is no file; `longtail pairs from STORE --out {path}` makes one")
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Number and fields of each row; a text where it has none."""
+    check_pair_file(path)
+    yield from (_json_rows if path.suffix == ".jsonl" else _parquet_rows)(path)
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:

@@ -57,6 +57,9 @@ class TrainConfig(UpdateConfig):
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if self.logprobs not in ("processed", "raw"):
             raise ValueError(f'logprobs must be "processed" or "raw", not {self.logprobs!r}')
+        for name in ("incomplete", "zero_variance"):
+            if getattr(self, name) not in ("leave_out", "train"):
+                raise ValueError(f'{name} must be "train" or "leave_out", not {getattr(self, name)!r}')
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

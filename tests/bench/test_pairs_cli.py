@@ -261,6 +261,13 @@ def test_a_run_that_was_stopped_ends_like_the_undisturbed_one(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_dpo_misses_its_file_before_it_loads_a_model(tmp_path: Path, threads_as_before: None) -> None:
+    for name, says in (("gone.jsonl", "is no file; `longtail pairs from"), ("pairs.csv", "pairs are read from")):
+        config = dpo.DPORunConfig(model=str(tmp_path / "no model"), pairs=str(tmp_path / name))
+        with pytest.raises(ValueError, match=says):
+            dpo.run(config, tmp_path / "run")
+
+
 def test_dpo_refuses_what_does_not_fit(tiny_task_model: Path, tmp_path: Path, threads_as_before: None) -> None:
     path = tmp_path / "pairs.jsonl"
     cases: list[tuple[list[Pair], tuple[object, ...], str]] = [

@@ -155,3 +155,13 @@ def test_plots_leave_no_global_state(synthetic: pd.DataFrame) -> None:
     before = dict(matplotlib.rcParams)
     plots.svg(plots.time_breakdown(synthetic), "label", "p")
     assert dict(matplotlib.rcParams) == before
+
+
+def test_no_remedy_is_named_for_a_tail_that_is_nothing_of_the_run(numbers: dict[str, dict[str, Any]]) -> None:
+    assert "Most would help" in " ".join(answer.why(numbers))
+    little = copy.deepcopy(numbers)
+    first = next(iter(little.values()))
+    for row in first["what_if"]:
+        row["speedup"] = 1.001
+    sentences = " ".join(answer.why(little))
+    assert "Most would help" not in sentences and "less than 2% faster" in sentences.replace("\u00a0", "")

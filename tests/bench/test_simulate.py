@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from longtail.bench import analysis, simulate_published, simulate_scale
@@ -17,6 +19,7 @@ from longtail.bench.cluster_spec import CONFIGS, ClusterSpec, Drafting, Seconds,
 from longtail.bench.cost_model import CostModel, StepModel
 from longtail.bench.simulate import run as run_one
 from longtail.bench.simulate import simulate
+from longtail.bench.simulate_cli import table
 from longtail.bench.workload import Workload, parse_workload
 from longtail.partial_rollout.engines.simulated import LinearCost
 from longtail.partial_rollout.strategies import STRATEGIES
@@ -196,6 +199,17 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"instances\[0\]: .*nothing.json: there is no such file"):
         instances = [{"count": 1, "slots": 1, "accelerator": "H100", "model": "nothing.json"}]
         spec_of({**GOOD, "instances": instances}, tmp_path).kinds()
+
+
+def test_every_strategy_is_named_whole_in_80_columns(tmp_path: Path) -> None:
+    names = list(STRATEGIES)
+    spec = one_second_a_pass(tmp_path, 1, 4, 3)
+    made = simulate(spec, workload([10], [3], [4]), ["sync"])
+    runs = {name: dataclasses.replace(made.runs["sync"], strategy=name) for name in names}
+    console = Console(width=80, file=io.StringIO())
+    console.print(table(dataclasses.replace(made, runs=runs)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text and all(name in text for name in names)
 
 
 def test_the_command() -> None:

@@ -113,3 +113,8 @@ def test_run_resume_report_plot(options: list[Any], tmp_path: Path) -> None:
 def test_bad_input(extra: list[str], says: str, options: list[Any], tmp_path: Path) -> None:
     done = call(*options, "--out", tmp_path / "out", *extra)
     assert isinstance(done.exception, ValueError) and says in str(done.exception)
+
+
+def test_plot_of_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gone is no directory"):
+        curves([tmp_path / "gone"])

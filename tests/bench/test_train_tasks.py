@@ -93,6 +93,8 @@ def test_bad_files(text: str, says: str, tmp_path: Path) -> None:
 def test_bad_tasks() -> None:
     with pytest.raises(ValueError, match="needs a tokenizer"):
         load_prompts("add", None)
+    with pytest.raises(ValueError, match=r"gone\.jsonl cannot be read"):  # before it is asked for a grader
+        load_prompts("gone.jsonl", Letters())
     with pytest.raises(ValueError, match="did you mean"):
         load_prompts("chain_sums", Letters())
     with pytest.raises(ValueError, match="held_out must be 1 to 400"):

@@ -102,7 +102,7 @@ def _from_settings(settings: Mapping[str, Any]) -> Any:
         close = difflib.get_close_matches(name, GRADERS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(
-            f"grader: none is called {name!r}; {hint}There are {', '.join(GRADERS)}, and package.module.attribute"
+            f"grader: none is called {name!r}; {hint}there are {', '.join(GRADERS)}, and package.module.attribute"
         )
     if name == CombinedGrader.name:
         rest["parts"] = _parts(rest.get("parts"))
