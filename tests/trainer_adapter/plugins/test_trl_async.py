@@ -32,6 +32,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 
 from longtail import NativeEngine, Rollout, Sample, SampleStore
 from longtail.trainer_adapter.plugins.trl_async import RolloutWorker, TrackedSample, WeightTransfer
+from longtail.version import PolicyVersion
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
