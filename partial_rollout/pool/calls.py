@@ -89,7 +89,6 @@ class Calls:
         orphans = self._crew.orphan(member)
         for entry in orphans:
             entry.sample.status = "waiting"
-            entry.deaths -= not counts
         self._tell_of(member, f"lost: {why}" if counts else why, len(orphans))
         if counts:
             self.failures.append(f"{member.name}: {why}")

@@ -25,7 +25,7 @@ class Entry:
     limit_at: int | None = None
     """Output tokens at which the caller wants to be told."""
     deaths: int = 0
-    """Engines that were lost with it since it gained a token last."""
+    """Engines that were lost with it, perhaps over it, since it gained a token last."""
 
     @property
     def limit(self) -> int | None:
@@ -98,11 +98,11 @@ class Crew:
             self._remember(self._longest, sample.group_id, longest)
 
     def orphan(self, member: Member) -> list[Entry]:
-        """The samples of a member that is lost."""
+        """The samples of a member that is lost. Those that waited behind full slots had nothing to do with it."""
         entries = self.of(member)
         for entry in entries:
             entry.member = None
-            entry.deaths += 1
+            entry.deaths += entry.sample.status == "running" or member.load <= member.about.slots
         member.load = 0
         return entries
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 import time
@@ -162,10 +163,12 @@ class LocalMember(Member):
 
 
 class Transport:
-    """How the engines of a pool are made and called: here, in this process."""
+    """How the engines of a pool are made and called: here, in this process.
 
-    def __init__(self, factory: Any = None, *, over_wire: bool = False) -> None:
-        self.factory, self.over_wire = factory, over_wire
+    keeps_weights: what `broadcast` gives stays as it is, whatever the caller does with the weights: a copy."""
+
+    def __init__(self, factory: Any = None, *, over_wire: bool = False, keeps_weights: bool = False) -> None:
+        self.factory, self.over_wire, self.keeps_weights = factory, over_wire, keeps_weights
 
     def make(self, names: Sequence[str], now: Any) -> list[Member]:
         if self.factory is None:
@@ -181,12 +184,7 @@ class Transport:
 
     def broadcast(self, weights: Mapping[str, Any]) -> Any:
         """What `update` takes, once for all engines."""
-        return weights
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether what `broadcast` gave stays as it is, whatever the caller does with the weights."""
-        return False
+        return copy.deepcopy(dict(weights)) if self.keeps_weights else weights
 
     def saved(self, snapshot: Any) -> Any:
         """KV that the pool has in its tiers, as `add` takes it. SnapshotMismatch if it is lost."""

@@ -14,7 +14,7 @@ from longtail.partial_rollout.pool.messages import record_of
 from longtail.partial_rollout.pool.routing import keep_packed
 from longtail.sample import Sample
 
-MOST_DEATHS = 3
+MOST_DEATHS = 5
 """A sample that has not gained a token while so many engines in a row were lost with it is taken for the cause."""
 
 

@@ -66,11 +66,12 @@ class EnginePool(Moves):
     ) -> None:
         check_known_fields(PoolConfig, settings)
         config = PoolConfig(**settings)
+        keeps = config.keep_weights or config.restarts > 0
         if callable(engines):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"count must be a number of engines of at least 1, not {count!r}")
             if ray is None:
-                transport = Transport(engines, over_wire=over_wire)
+                transport = Transport(engines, over_wire=over_wire, keeps_weights=keeps)
             else:
                 from longtail.partial_rollout.pool.ray_transport import RayTransport
 
@@ -81,7 +82,7 @@ class EnginePool(Moves):
             if not engines:
                 raise ValueError("engines is empty; give at least one")
             clock = clock or engines[0].now
-            transport = Transport(over_wire=over_wire)
+            transport = Transport(over_wire=over_wire, keeps_weights=keeps)
         super().__init__(name, config, transport, listener, clock or time.perf_counter)
         self._tier_config = tiers
         self._vetted: OrderedDict[Any, None] = OrderedDict()

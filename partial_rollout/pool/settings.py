@@ -30,6 +30,9 @@ class PoolConfig:
     all. No engine steps with weights older than the last update in any case."""
     restarts: int = 0
     """Lost engines that are replaced by new ones (of a pool that makes its engines itself)."""
+    keep_weights: bool = False
+    """Keeps a copy of the last weights, for engines of this process that join later; with restarts in any case. (For
+    actors Ray's object store has them.)"""
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTINGS:
