@@ -79,10 +79,10 @@ class RayConfig:
 
     def options(self) -> dict[str, Any]:
         """Of `ray.remote(...)`."""
-        return {
+        options: dict[str, Any] = {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
             "resources": dict(self.resources),
             "scheduling_strategy": "SPREAD" if self.placement == "SPREAD" else "DEFAULT",
-            "runtime_env": {"env_vars": dict(self.env)} if self.env else None,
         }
+        return options | ({"runtime_env": {"env_vars": dict(self.env)}} if self.env else {})

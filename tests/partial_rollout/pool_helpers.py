@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tests.partial_rollout.conftest import group, prompt
+
 from longtail import Group, NativeEngine, Rollout, Sample
 from longtail.partial_rollout.pool import EnginePool
-from tests.partial_rollout.conftest import group, prompt
 
 STRATEGIES = {
     "sync": "sync",

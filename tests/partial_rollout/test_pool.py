@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
+from tests.partial_rollout.conftest import assert_same, make_model
+from tests.partial_rollout.pool_helpers import STRATEGIES, balance, batch, collect_all, failing_maker, maker
 
 from longtail import NativeEngine, Rollout, Sample
 from longtail.partial_rollout.pool import EnginePool
 from longtail.partial_rollout.pool.routing import ROUTINGS
-from tests.partial_rollout.conftest import assert_same, make_model
-from tests.partial_rollout.pool_helpers import STRATEGIES, balance, batch, collect_all, failing_maker, maker
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.partial_rollout.conftest import assert_same, generate, group, make_model, prompt
+from tests.partial_rollout.pool_helpers import batch, maker
 
 from longtail import LongtailError, NativeEngine, Rollout, Sample
 from longtail.events import Event
 from longtail.partial_rollout.pool import EnginePool
 from longtail.partial_rollout.pool.member import HeldKV
-from tests.partial_rollout.conftest import assert_same, generate, group, make_model, prompt
-from tests.partial_rollout.pool_helpers import batch, collect_all, maker
 
 
 @pytest.fixture(scope="module")
