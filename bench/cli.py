@@ -15,6 +15,7 @@ from rich.console import Console
 from longtail.bench import (
     calibrate_cli,
     lengths_cli,
+    pool_cli,
     report_cli,
     scheduling_cli,
     simulate_cli,
@@ -40,6 +41,7 @@ app.add_typer(store_cli.app, name="store")
 app.add_typer(spec_cli.app, name="spec")
 bench.command("scheduling")(scheduling_cli.scheduling)
 bench.command("staleness")(staleness_cli.staleness)
+bench.command("pool")(pool_cli.pool)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
 calibrate_cli.register(app)
@@ -104,6 +106,11 @@ def bench_command(
     drafter: Annotated[
         str | None, typer.Option(help="Speculative decoding: ngram, group, group>ngram", show_default="off")
     ] = None,
+    engines: Annotated[int, typer.Option(min=1, help="A pool of so many, which share the slots")] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Engines as Ray actors: local, auto or an address", show_default="in this process, in turn"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as the last line of stdout")] = False,
 ) -> None:
     """Run the same prompts and seeds under several strategies and show where the time goes."""
@@ -128,6 +135,8 @@ def bench_command(
         numerics=numerics,
         kv_on_update=kv_on_update,
         drafter=drafter,
+        engines=engines,
+        ray=ray,
     )
     source = _resolve(model)
     from longtail.bench.display import BenchProgress, summary_table

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtail.bench import analysis, machine
+from longtail.bench.bench_engine import BenchEngine, Engines, ending, speculation_of
 from longtail.bench.strategy_specs import BUDGET_SHARE, check_specs, samples_for, strategy_for
 from longtail.bench.tasks import Task, grade_request, load_tasks, prompt_ids
 from longtail.bench.trace import TraceWriter, replacing
 from longtail.events import Event, Listener
-from longtail.partial_rollout.engines.native.engine import NativeEngine
+from longtail.partial_rollout.engines.native.config import NativeConfig
 from longtail.partial_rollout.grading import GradeRequest, GraderPool
 from longtail.partial_rollout.length_bias import LengthBiasWarning
 from longtail.partial_rollout.rollout import Rollout
@@ -59,9 +60,13 @@ class BenchConfig:
     """What becomes of unfinished samples' KV at an update: computed again, as new weights demand, or kept ("keep")."""
     drafter: str | None = None
     """For speculative decoding, as `NativeEngine.use_drafter` takes it; None: no drafts."""
+    engines: int = 1
+    """A pool of so many, which share the slots; 1, without ray: one, without a pool."""
+    ray: str | None = None
+    """The engines are Ray actors: "local", "auto" or an address; None: they are in this process, and take turns."""
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "prompts", "group_size", "slots"):
+        for name in ("iterations", "prompts", "group_size", "slots", "engines"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.token_budget is not None and self.token_budget < 1:
@@ -105,12 +110,12 @@ def run(
     tokenizer = AutoTokenizer.from_pretrained(source)
     tasks = load_tasks(config.tasks, config.prompts * config.iterations, config.seed)
     prompts = [prompt_ids(task, tokenizer) for task in tasks]
-    engine = NativeEngine(
+    engine = Engines(config.engines, config.ray).make(
         source,
         tokenizer=tokenizer,
         threads=config.threads,
         numerics=config.numerics,
-        max_num_seqs=config.slots,
+        slots=config.slots,
         max_model_len=max(map(len, prompts)) + config.max_tokens,
         kv_on_update=config.kv_on_update,
         fingerprint_versions=True,
@@ -120,7 +125,7 @@ def run(
     samples: dict[str, dict[str, Sample]] = {}
     extras: dict[str, dict[str, Any]] = {}
     measured: float | None = None
-    with GraderPool(grade_request, workers=1) as graders:
+    with ending(engine), GraderPool(grade_request, workers=1) as graders:
         _warm_up(engine, config, model_weights)
         _warm_up_graders(graders, tasks[0])
         for name in config.strategies:
@@ -152,7 +157,7 @@ def run(
             samples[name] = {s.id: s for g in done for s in g.samples}
             extras[name] = {
                 "ledger": rollout.store.ledger.as_dict(),
-                "speculation": None if engine.speculation is None else engine.speculation.report(),
+                **speculation_of(engine),
                 "length_estimates": rollout.lengths.report(),
                 "length_bias": rollout.length_bias.report(),
                 "warnings": [str(one.message) for one in caught],
@@ -203,13 +208,14 @@ def _strategy(name: str, config: BenchConfig, measured: float | None) -> Strateg
     return strategy_for(name, groups=config.prompts, samples=config.group_size, budget=budget)
 
 
-def _warm_up(engine: NativeEngine, config: BenchConfig, weights: dict[str, Any] | None) -> None:
+def _warm_up(engine: BenchEngine, config: BenchConfig, weights: dict[str, Any] | None) -> None:
     """First calls compile and allocate; and no run may find the prefixes of the one before. The prompt is long enough
     for the kernel that uses all threads, the few tokens after it take the one that does not."""
+    assert engine.max_model_len is not None
     prompt = [5 + i % 90 for i in range(min(128, engine.max_model_len - 8))]
-    engine.add(
-        Group.from_prompt("warm-up", prompt, SamplingParams(n=min(2, config.slots), max_tokens=4, seed=1)).samples
-    )
+    for number in range(config.engines):  # each engine of a pool gets one: the one with the least to do
+        params = SamplingParams(n=min(2, config.slots), max_tokens=4, seed=1)
+        engine.add(Group.from_prompt(f"warm-up-{number}", prompt, params).samples)
     while engine.has_work:
         engine.step()
     if weights is not None:
@@ -238,13 +244,13 @@ def _run_strategy(
 ) -> list[Group]:
     """-> what was handed over."""
     engine, strategy = rollout.engine, rollout.strategy
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, BenchEngine)
     settings = {
         **dataclasses.asdict(config),
         "strategy": strategy.name,
         "prompts_per_iteration": config.prompts,
         "token_budget": getattr(strategy, "tokens", None),
-        "max_num_batched_tokens": engine.config.max_num_batched_tokens,
+        "max_num_batched_tokens": NativeConfig().max_num_batched_tokens,
     }
     listen(Event("run_start", engine.now(), detail=json.dumps(settings)))
     engine.listener = listen

@@ -87,9 +87,14 @@ class Calls:
             for field in LASTING:
                 self._retired[field] += getattr(member.stats, field)
         orphans = self._crew.orphan(member)
-        for entry in orphans:
-            entry.sample.status = "waiting"
         self._tell_of(member, f"lost: {why}" if counts else why, len(orphans))
+        for entry in orphans:
+            sample = entry.sample
+            if sample.status == "running":  # it had a slot, as far as is known
+                event = Event("preempt", self.now(), engine=member.name, detail="engine lost")
+                event.sample, event.group, event.num_tokens = sample.id, sample.group_id, sample.num_tokens
+                self._events.append(event)
+            sample.status = "waiting"
         if counts:
             self.failures.append(f"{member.name}: {why}")
             if self._restarts > 0:

@@ -61,8 +61,9 @@ class Crew:
 
     @property
     def num_free(self) -> int:
-        """Slots, those of released engines included; what waits for a slot has a claim to one."""
-        return max(sum(m.about.slots for m in self.alive) - len(self.entries), 0)
+        """Slots, those that the tail has left included; what waits for a slot has a claim to one."""
+        slots = sum(m.about.slots for m in self.alive if m.released != "request")
+        return max(slots - len(self.entries), 0)
 
     @property
     def max_model_len(self) -> int | None:
@@ -117,12 +118,12 @@ class Crew:
 
     def route(self, sample: Sample, repack: int | None) -> Member:
         """LongtailError if no engine is left."""
-        if repack is not None and all(m.load >= min(repack, m.about.slots) for m in self.active):
-            for member in [m for m in self.alive if m.released][:1]:
-                member.released = False
+        full = repack is not None and all(m.load >= min(repack, m.about.slots) for m in self.active)
+        if full and (spare := next((m for m in self.alive if m.released == "tail"), None)) is not None:
+            spare.released = ""
         if not self.active:
             for member in self.alive:
-                member.released = False
+                member.released = ""
         if not self.alive:
             raise LongtailError(
                 f"{self.pool}: all engines are lost ({self.members[-1].lost}); add another one (add_engine), or make "

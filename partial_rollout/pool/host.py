@@ -135,8 +135,8 @@ class Host:
 
         return unpack_snapshot(saved, self.engine.tiers) if isinstance(saved, PackedSnapshot) else saved
 
-    def _step(self, reply: Reply, refilled: bool) -> None:
-        out = self.engine.step(refilled=refilled)
+    def _step(self, reply: Reply, horizon: int | None, refilled: bool) -> None:
+        out = self.engine.step(horizon=horizon, refilled=refilled)
         reply.num_seqs = out.num_seqs
         reply.at_limit = [s.id for s in out.at_limit]
 

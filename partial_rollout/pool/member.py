@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from longtail.errors import LongtailError
 from longtail.partial_rollout.engine import EngineStats
@@ -64,8 +64,8 @@ class Member:
         """Keys of saved KV that nobody refers to any more; the next call tells."""
         self.lost: str | None = None
         """Why it is not to be used any more."""
-        self.released = False
-        """By tail repacking: it gets no samples for the time being."""
+        self.released: Literal["", "tail", "request"] = ""
+        """It gets no samples for the time being: by tail repacking, or on request."""
         self.load = 0
         """Samples of the pool that are in it."""
 

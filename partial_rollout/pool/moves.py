@@ -108,7 +108,8 @@ class Moves(Calls):
                 self._place(entry)
         if refilled:
             for member in crew.alive:
-                member.released = False
+                if member.released == "tail":
+                    member.released = ""
         self._share()
         active = crew.active
         if repack is None or refilled or len(active) < 2 or not crew.entries:
@@ -117,7 +118,7 @@ class Moves(Calls):
         kept = keep_packed([m.load for m in active], most)
         leaving = [m for place, m in enumerate(active) if place not in kept]
         for member in leaving:
-            member.released = True
+            member.released = "tail"
             self._tell_of(member, "released", member.load)
         if moving := [entry for member in leaving for entry in crew.of(member)]:
             self._move(moving)

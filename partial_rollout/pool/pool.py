@@ -182,9 +182,9 @@ class EnginePool(Moves):
 
         LongtailError if no engine is left; nothing is lost then: `add_engine`, or `pause`."""
         self._give_work(refilled)
-        for member in self._crew.alive:
-            if member.load and not member.is_stepping:
-                member.send("step", refilled)
+        idle = [m for m in self._crew.alive if m.load and not m.is_stepping]
+        for member in idle:
+            member.send("step", None if horizon is None else max(horizon // len(idle), 1), refilled)
         stepped = self._collect()
         while not stepped and any(m.is_stepping for m in self._crew.alive):
             stepped = self._wait()
@@ -230,7 +230,8 @@ class EnginePool(Moves):
         self._version = PolicyVersion(version)
         self._weights = payload if self._transport.keeps_weights else None
         for member in self._crew.alive:
-            member.released = False
+            if member.released == "tail":
+                member.released = ""
             if member.version < version:
                 member.send("update", payload, version)
         self._collect()
@@ -253,7 +254,7 @@ class EnginePool(Moves):
 
     @property
     def engines(self) -> dict[str, str]:
-        """What each engine does, by name: "active", "released" (by tail repacking), or "lost: ..."."""
+        """What each engine does, by name: "active", "released", or "lost: ..."."""
         return {
             m.name: "active" if not (m.lost or m.released) else f"lost: {m.lost}" if m.lost else "released"
             for m in self._crew.members
@@ -274,14 +275,34 @@ class EnginePool(Moves):
         self._join(member)
         return member.name
 
+    def release(self, name: str) -> None:
+        """Its samples go on elsewhere, with their KV, and it gets no others until `recall` (or until no other engine is
+        left): for the trainer, say, or to train a drafter. It has its weights updated. ValueError if it is not here,
+        or is the last one that works."""
+        member = self._active(name)
+        member.released = "request"
+        self._tell_of(member, "released", member.load)
+        self._move(self._crew.of(member))
+        tell(self._events, self.listener)
+
+    def recall(self, name: str) -> None:
+        """It gets samples again. ValueError if it is not here."""
+        member = next((m for m in self._crew.alive if m.name == name), None)
+        if member is None:
+            raise ValueError(f"name: {name!r} is not an engine of the pool")
+        member.released = ""
+
+    def _active(self, name: str) -> Member:
+        member = next((m for m in self._crew.alive if m.name == name), None)
+        if member is None or not any(m is not member for m in self._crew.active):
+            raise ValueError(f"name: {name!r} is not an engine of the pool, or the last one that works")
+        return member
+
     def remove_engine(self, name: str) -> None:
         """Its samples go on elsewhere, with their KV; saved KV that lies there goes with it. ValueError if it is not
-        here, or is the last one."""
-        member = next((m for m in self._crew.alive if m.name == name), None)
-        if member is None or len(self._crew.alive) < 2:
-            raise ValueError(f"name: {name!r} is not an engine of the pool, or the last one")
-        member.released = True
-        self._move(self._crew.of(member))
+        here, or is the last one that works."""
+        member = self._active(name)
+        self.release(name)
         self._lose(member, "removed", counts=False)
         tell(self._events, self.listener)
 

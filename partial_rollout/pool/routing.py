@@ -40,6 +40,10 @@ class Fleet(Protocol):
         """Of an engine; 0 of one that is lost or released."""
         ...
 
+
+class MeasuredFleet(Fleet, Protocol):
+    """One that also knows what its engines have before them."""
+
     def least_work(self, sample: Sample) -> int:
         """The engine with a free slot, if there is one, that has the fewest output tokens before it."""
         ...
@@ -59,7 +63,7 @@ def by_affinity(sample: Sample, fleet: Fleet) -> int:
     return home if fleet.load(home) - fleet.load(least) <= fleet.spread else least
 
 
-def by_length(sample: Sample, fleet: Fleet) -> int:
+def by_length(sample: Sample, fleet: MeasuredFleet) -> int:
     """Length-balanced: to the engine that has the fewest tokens to make. What a sample has to make is estimated as in
     Seer, by its longest sibling that has finished, without one by the cap."""
     return fleet.least_work(sample)
@@ -68,10 +72,10 @@ def by_length(sample: Sample, fleet: Fleet) -> int:
 def by_group(sample: Sample, fleet: Fleet) -> int:
     """Each group is dealt to an engine, in turn, and waits for it even if others are free."""
     bound = fleet.bound(sample)
-    return fleet.least_loaded(sample) if bound is None else bound
+    return by_affinity(sample, fleet) if bound is None else bound
 
 
-Routing = Callable[[Sample, Fleet], int]
+Routing = Callable[[Sample, Any], int]
 ROUTINGS: dict[str, Routing] = {"load": by_load, "affinity": by_affinity, "length": by_length, "group": by_group}
 
 

@@ -28,11 +28,9 @@ from longtail.partial_rollout.engines.simulated.cluster_config import Instances,
 from longtail.partial_rollout.engines.simulated.instance import Instance
 from longtail.partial_rollout.engines.simulated.script import Lengths, to_max_tokens
 from longtail.partial_rollout.engines.simulated.sequence import SimulatedSnapshot
+from longtail.partial_rollout.pool.routing import ROUTINGS, SPREAD
 from longtail.sample import FinishReason, Sample
 from longtail.version import PolicyVersion
-
-SPREAD = 32
-"""Seer's (arXiv 2511.14617): the load comes before the cache when an instance has so many more samples than another."""
 
 
 class SimulatedCluster:
@@ -75,6 +73,7 @@ class SimulatedCluster:
         if routing not in ("load", "group"):
             raise ValueError(f'routing must be "load" or "group", not {routing!r}')
         self.affinity, self.routing, self.spread = affinity, routing, spread
+        self._route = ROUTINGS["group" if routing == "group" else "affinity"]
         self._bound: dict[str, int] = {}
         """Instance of each group, where they are bound."""
         self.alarm: float | None = None  # `step` goes no further than this time either
@@ -251,7 +250,7 @@ class SimulatedCluster:
             assert self._alive[number] or not instance.num_sequences, instance.name
         inside = {sample_id: n for n, i in enumerate(self.instances) for sample_id in i.sample_ids()}
         assert inside == self._where
-        assert self._free == sum(self._open_slots(n) for n in range(len(self.instances)))
+        assert self._free == sum(self.open_slots(n) for n in range(len(self.instances)))
         planned = {n for _, n, stamp in self._agenda if stamp == self._stamps[n]}
         assert planned == {n for n, i in enumerate(self.instances) if i.num_sequences or n in self._held}
 
@@ -360,14 +359,14 @@ class SimulatedCluster:
 
     # -- places -------------------------------------------------------------------------------------------------------
 
-    def _open_slots(self, number: int) -> int:
+    def open_slots(self, number: int) -> int:
         free = self._slots[number] - self._load[number]
         return free if free > 0 and self._alive[number] else 0
 
     def _set_load(self, number: int, load: int) -> None:
-        before = self._open_slots(number)
+        before = self.open_slots(number)
         self._load[number] = load
-        self._free += self._open_slots(number) - before
+        self._free += self.open_slots(number) - before
         if len(self._by_load) > 4 * len(self.instances) + 64:
             self._by_load = [(self._share(n), n) for n in range(len(self.instances))]
             heapq.heapify(self._by_load)
@@ -383,28 +382,28 @@ class SimulatedCluster:
         self.last_left = max(self.last_left, self.instances[number].now())
 
     def _place(self, sample: Sample, limit: int | None) -> None:
-        number = self._route(sample)
+        number = self._route(sample, self)
         self._catch_up(number)
         self.instances[number].add((sample,), limit=limit)
         self._where[sample.id] = number
         self._set_load(number, self._load[number] + 1)
         self._changed[number] = None
 
-    def _route(self, sample: Sample) -> int:
-        if self.routing == "group":
-            bound = self._bound.setdefault(sample.group_id, len(self._bound) % len(self.instances))
-            if self._alive[bound]:
-                return bound
-        least = self._least_loaded(sample)
-        snapshot = sample.snapshot
-        if not isinstance(snapshot, SimulatedSnapshot) or not self.affinity:
-            return least
-        home = self._numbers.get(snapshot.engine)
-        if home is None or not self._open_slots(home):
-            return least
-        return home if self._load[home] - self._load[least] <= self.spread else least
+    # What the rules of routing ask (`pool/routing.py::Fleet`).
 
-    def _least_loaded(self, sample: Sample) -> int:
+    def load(self, number: int) -> int:
+        return self._load[number]
+
+    def home(self, sample: Sample) -> int | None:
+        """The instance that saved its KV."""
+        known = isinstance(sample.snapshot, SimulatedSnapshot) and self.affinity
+        return self._numbers.get(sample.snapshot.engine) if known else None
+
+    def bound(self, sample: Sample) -> int | None:
+        number = self._bound.setdefault(sample.group_id, len(self._bound) % len(self.instances))
+        return number if self._alive[number] else None
+
+    def least_loaded(self, sample: Sample) -> int:
         """With memory for it, if there is one with a slot; without a slot anywhere, the least loaded of all."""
         needed, passed = sample.num_tokens, list[tuple[float, int]]()
         best = None
@@ -469,7 +468,7 @@ class SimulatedCluster:
         self._catch_up(number)
         limits = {sample_id: instance.limit_left(sample_id) for sample_id in instance.sample_ids()}
         lost = instance.pause(list(limits), snapshot=False)
-        self._free -= self._open_slots(number)
+        self._free -= self.open_slots(number)
         self._alive[number], self._load[number] = False, 0
         self._changed[number] = None
         for sample in lost:

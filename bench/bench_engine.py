@@ -1,0 +1,48 @@
+"""What `longtail bench` runs on: the native engine, or a pool of them, in this process or on Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+from typing import Any
+
+from longtail.partial_rollout.engines.native.engine import NativeEngine
+from longtail.partial_rollout.pool import EnginePool, RayConfig
+
+BenchEngine = NativeEngine | EnginePool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Engines:
+    """How many, and where. ray: "local", "auto" or an address; None: in this process, one after the other."""
+
+    count: int = 1
+    ray: str | None = None
+
+    def make(self, source: str, *, slots: int, threads: int | None, **settings: Any) -> BenchEngine:
+        """slots: of all together; each engine has as many. threads: of each; None: as many as the machine has, divided
+        among the engines that run at once."""
+        if self.count == 1 and self.ray is None:
+            return NativeEngine(source, threads=threads, max_num_seqs=slots, **settings)
+        ray = None
+        if self.ray is not None:
+            threads = threads or max(1, (os.cpu_count() or 1) // self.count)
+            ray = RayConfig(address=self.ray, num_cpus=threads)
+        share = math.ceil(slots / self.count)
+        factory = functools.partial(NativeEngine, source, threads=threads, max_num_seqs=share, **settings)
+        return EnginePool(factory, count=self.count, ray=ray)
+
+
+def speculation_of(engine: BenchEngine) -> dict[str, Any]:
+    """What summary.json says of drafting: of a pool by engine."""
+    if isinstance(engine, EnginePool):
+        return {"speculation": None, "speculation_by_engine": engine.drafting()}
+    return {"speculation": None if engine.speculation is None else engine.speculation.report()}
+
+
+def ending(engine: BenchEngine) -> contextlib.AbstractContextManager[Any]:
+    """Ends what was started for it."""
+    return engine if isinstance(engine, EnginePool) else contextlib.nullcontext()
