@@ -99,17 +99,28 @@ class Calls:
             self.failures.append(f"{member.name}: {why}")
             if self._restarts > 0:
                 self._restarts -= 1
-                try:
-                    for new in self._transport.make(self._names(1), self.now):
-                        self._join(new)
-                except (LongtailError, ValueError) as error:
-                    self.failures.append(f"no engine in its place: {error}")
+                self._transport.begin(*self._names(1), self.now)
 
     def _first(self) -> Member:
-        alive = self._crew.alive
-        if not alive:
-            raise LongtailError(f"{self.name}: all engines are lost ({self._crew.members[-1].lost})")
-        return alive[0]
+        """LongtailError if no engine is left, and none is coming."""
+        while not self._crew.alive and self._transport.is_making:
+            self._welcome(wait=True)
+        if not self._crew.alive:
+            raise LongtailError(
+                f"{self.name}: all engines are lost ({self._crew.members[-1].lost}); add another one (add_engine), or "
+                "make the pool with restarts"
+            )
+        return self._crew.alive[0]
+
+    def _welcome(self, *, wait: bool = False) -> None:
+        """Takes in the engines that have been made. wait: for one."""
+        for made in self._transport.made(self.now, wait):
+            try:
+                if isinstance(made, LongtailError):
+                    raise made
+                self._join(made)
+            except (LongtailError, ValueError) as error:
+                self.failures.append(f"no engine in its place: {error}")
 
     def _tell_of(self, member: Member, what: str, num_seqs: int = 0) -> None:
         self._events.append(Event("engine", self.now(), engine=member.name, detail=what, num_seqs=num_seqs))
@@ -149,6 +160,7 @@ class Calls:
     def _ask(self, method: str, *arguments: Any) -> dict[Member, Reply]:
         """Of all engines; those that are lost meanwhile do not answer. ValueError if one refuses."""
         asked = self._crew.alive
+        self._answers.clear()
         for member in asked:
             member.send(method, *arguments)
         self._drain(asked)

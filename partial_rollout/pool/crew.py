@@ -117,18 +117,13 @@ class Crew:
     # -- where it goes (routing.Fleet) ---------------------------------------------------------------------------------
 
     def route(self, sample: Sample, repack: int | None) -> Member:
-        """LongtailError if no engine is left."""
+        """There must be an engine."""
         full = repack is not None and all(m.load >= min(repack, m.about.slots) for m in self.active)
         if full and (spare := next((m for m in self.alive if m.released == "tail"), None)) is not None:
             spare.released = ""
         if not self.active:
             for member in self.alive:
                 member.released = ""
-        if not self.alive:
-            raise LongtailError(
-                f"{self.pool}: all engines are lost ({self.members[-1].lost}); add another one (add_engine), or make "
-                "the pool with restarts"
-            )
         return self.members[self._rule(sample, self)]
 
     def least_loaded(self, sample: Sample) -> int:
@@ -136,7 +131,7 @@ class Crew:
 
     def home(self, sample: Sample) -> int | None:
         number = self._homes.get(f"s {sample.id}")
-        if isinstance(sample.snapshot, HeldKV) and sample.snapshot.member.lost is None:
+        if isinstance(sample.snapshot, HeldKV) and sample.snapshot.member in self.alive:
             number = self.members.index(sample.snapshot.member)
         if number is None or self.members[number].lost is not None:
             number = self._homes.get(f"g {sample.group_id}")

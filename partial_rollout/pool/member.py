@@ -169,11 +169,28 @@ class Transport:
 
     def __init__(self, factory: Any = None, *, over_wire: bool = False, keeps_weights: bool = False) -> None:
         self.factory, self.over_wire, self.keeps_weights = factory, over_wire, keeps_weights
+        self._coming: list[Any] = []
 
     def make(self, names: Sequence[str], now: Any) -> list[Member]:
         if self.factory is None:
             raise ValueError("this pool was given its engines; give add_engine another one")
         return [self.adopt(self.factory(name=name), now) for name in names]
+
+    def begin(self, name: str, now: Any) -> None:
+        """Makes one without waiting for it, if that takes long: `made` has it then."""
+        try:
+            self._coming += self.make([name], now)
+        except Exception as error:  # whatever the factory raises, the others go on
+            self._coming.append(LongtailError(f"{type(error).__name__}: {error}"))
+
+    @property
+    def is_making(self) -> bool:
+        return bool(self._coming)
+
+    def made(self, now: Any, wait: bool) -> list[Any]:
+        """Members that `begin` has made by now, or LongtailErrors. wait: for one at least."""
+        coming, self._coming = self._coming, []
+        return coming
 
     def adopt(self, engine: Any, now: Any) -> Member:
         return LocalMember(Host(engine), now(), over_wire=self.over_wire)

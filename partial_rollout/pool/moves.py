@@ -14,8 +14,11 @@ from longtail.partial_rollout.pool.messages import record_of
 from longtail.partial_rollout.pool.routing import keep_packed
 from longtail.sample import Sample
 
+SUSPECT = 2
+"""A sample that has not gained a token while so many engines in a row were lost with it may be the cause: an engine gets
+one such sample at a time, so that the others are soon cleared of it,"""
 MOST_DEATHS = 5
-"""A sample that has not gained a token while so many engines in a row were lost with it is taken for the cause."""
+"""and one with so many is taken for the cause, and fails."""
 
 
 class Moves(Calls):
@@ -29,9 +32,12 @@ class Moves(Calls):
             entries.append(self._crew.entries[sample_id])
         return entries
 
-    def _place(self, entry: Entry) -> None:
+    def _place(self, entry: Entry, among: Sequence[Member] = ()) -> None:
+        """among: engines that it may go to; empty: all that get samples."""
         sample = entry.sample
         member = self._crew.route(sample, self.config.repack)
+        if among and member not in among:
+            member = min(among, key=lambda m: m.load)
         snapshot = sample.snapshot
         saved: Any = None
         if isinstance(snapshot, HeldKV):
@@ -101,11 +107,16 @@ class Moves(Calls):
         """Samples without an engine get one, engines with more than they have slots for share with those that have
         room, and the tail is gathered."""
         crew, repack = self._crew, self.config.repack
+        self._welcome()
+        if crew.entries:
+            self._first()
         for entry in crew.orphans():
             if entry.deaths >= MOST_DEATHS:
                 self._fail(entry, f"{entry.deaths} engines were lost over it ({self.failures[-1]})")
-            else:
+            elif entry.deaths < SUSPECT:
                 self._place(entry)
+            elif free := [m for m in crew.active if not any(e.deaths >= SUSPECT for e in crew.of(m))]:
+                self._place(entry, among=free)  # else it waits until one of the others has gained a token
         if refilled:
             for member in crew.alive:
                 if member.released == "tail":

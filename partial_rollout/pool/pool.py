@@ -223,7 +223,9 @@ class EnginePool(Moves):
             raise ValueError(f"version must be an integer, not {version!r}")
         if version <= self._version:
             raise ValueError(f"version must be above the current {self._version}, not {version}; versions only grow")
-        self._drain(self._crew.alive)
+        self._collect()
+        while any(m.is_stepping for m in self._crew.alive):
+            self._wait()
         payload = self._transport.broadcast(weights)
         while not self._answers_to("update", self._first(), payload, version):
             pass  # lost while it tried

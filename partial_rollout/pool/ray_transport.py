@@ -141,8 +141,7 @@ class RayTransport(Transport):
     def make(self, names: Sequence[str], now: Callable[[], float]) -> list[Member]:
         self._connect(len(names))
         ray, config = self._ray, self.config
-        kind = ray.remote(concurrency_groups={ASIDE: 2}, **config.options())(RayHost)
-        actors = [kind.remote(self.factory, name) for name in names]
+        actors = [self._actor(name) for name in names]
         try:
             ray.get([actor.about.remote() for actor in actors], timeout=config.ready_seconds)
             made = [RayMember(*_about(ray, actor, now), actor) for actor in actors]
@@ -160,6 +159,39 @@ class RayTransport(Transport):
             raise
         self._made += made
         return list(made)
+
+    def _actor(self, name: str) -> Any:
+        kind = self._ray.remote(concurrency_groups={ASIDE: 2}, **self.config.options())(RayHost)
+        return kind.remote(self.factory, name)
+
+    def begin(self, name: str, now: Callable[[], float]) -> None:
+        actor = self._actor(name)
+        self._coming.append((actor, actor.about.remote()))
+
+    def made(self, now: Callable[[], float], wait: bool) -> list[Any]:
+        ray, found = self._ray, list[Any]()
+        if not self._coming:
+            return found
+        handles = [handle for _, handle in self._coming]
+        ray.wait(handles, num_returns=1, timeout=self.config.ready_seconds if wait else 0)
+        ready = set(ray.wait(handles, num_returns=len(handles), timeout=0)[0])
+        if wait and not ready:
+            ready = set(handles)  # they will not come: `_get` says so
+        coming, self._coming = self._coming, []
+        for actor, handle in coming:
+            if handle not in ready:
+                self._coming.append((actor, handle))
+                continue
+            try:
+                _get(handle, 0)
+                member = RayMember(*_about(ray, actor, now), actor)
+            except (EngineLost, ray.exceptions.RayError) as error:
+                ray.kill(actor)
+                found.append(LongtailError(str(error)))
+            else:
+                self._made.append(member)
+                found.append(member)
+        return found
 
     def adopt(self, engine: Any, now: Callable[[], float]) -> Member:
         raise ValueError("engine: this pool's engines are Ray actors; add_engine() makes one")
@@ -193,7 +225,10 @@ class RayTransport(Transport):
         for member in self._made:
             if member.lost is None:
                 member.kill()
+        for actor, _ in self._coming:
+            self._ray.kill(actor)
         self._made.clear()
+        self._coming.clear()
         if self._has_started:
             self._has_started = False
             self._ray.shutdown()

@@ -26,7 +26,7 @@ class PoolConfig:
     steps compile. Engines of this process are called in this thread and cannot be given up: for them it means nothing.
     None: however many."""
     most_behind: int = 1
-    """Weight updates that an engine may not have put in place yet while the pool goes on; 0: `update_weights` waits for
+    """Weight updates that an engine may not have confirmed while the pool goes on; 0: `update_weights` waits for
     all. No engine steps with weights older than the last update in any case."""
     restarts: int = 0
     """Lost engines that are replaced by new ones (of a pool that makes its engines itself)."""
