@@ -63,8 +63,8 @@ def traced() -> tuple[Any, EnginePool]:
 
 
 def test_each_engine_has_its_timeline(traced: tuple[Any, EnginePool]) -> None:
-    """Lanes of passes are of one engine; the passes of all engines make all tokens that were kept and some that were
-    lost; analysis and export take the run as any other."""
+    """Lanes of passes are of one engine; the passes that were told of made the tokens that were kept; what was made and
+    lost is not told of. Analysis and export take the run as any other."""
     frame, pool = traced
     assert pool.failures
     steps = analysis.timeline(frame).query("track == 'steps'")
@@ -72,7 +72,7 @@ def test_each_engine_has_its_timeline(traced: tuple[Any, EnginePool]) -> None:
     lanes = steps.groupby("lane")["engine"].nunique()
     assert (lanes == 1).all() and len(lanes) == steps["engine"].nunique()
     by_engine = frame[frame["kind"] == "step"].groupby("engine")["num_output_tokens"].sum()
-    assert by_engine.sum() >= 6 * 3 * 30 and (by_engine > 0).all()
+    assert by_engine.sum() == 6 * 3 * 30
     numbers = analysis.summary(frame)["run"]
     assert numbers["complete"] and numbers["samples_trained"] == 18 and numbers["slots"] == 12
     parts = [v for k, v in numbers["breakdown"].items() if k not in ("wall", "generate", "switch")]
@@ -97,7 +97,7 @@ def test_rows() -> None:
     assert move["save_and_move_over_recompute"]["p50"] > move["move_over_recompute"]["p20"] > 0
     assert overhead["live"] == 6 and 0 < overhead["outside_steps"]["pool"]["p50"] < 1
     assert overhead["pool_over_alone"].keys() == {"p20", "p50", "p80"}
-    assert pool_bench.table(result).row_count == 9
+    assert pool_bench.table(result).row_count == 10
     with pytest.raises(ValueError, match="live must be at least 1"):
         pool_bench.PoolBenchConfig(model="m", live=0)
 
