@@ -6,7 +6,6 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from longtail.errors import LongtailError
 from longtail.partial_rollout.pool.member import HeldKV, Member
 from longtail.partial_rollout.pool.routing import ROUTINGS, expected_tokens
 from longtail.sample import Sample

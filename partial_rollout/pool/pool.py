@@ -27,7 +27,7 @@ from longtail.partial_rollout.engine import Engine, EngineStats, StepOutput
 from longtail.partial_rollout.engines.telling import tell
 from longtail.partial_rollout.pool.crew import Entry
 from longtail.partial_rollout.pool.host import EngineFactory
-from longtail.partial_rollout.pool.member import Transport
+from longtail.partial_rollout.pool.member import Member, Transport
 from longtail.partial_rollout.pool.moves import Moves
 from longtail.partial_rollout.pool.settings import PoolConfig, RayConfig
 from longtail.sample import FinishReason, Sample

@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
+from tests.partial_rollout import test_chaos
 
 from longtail.partial_rollout.engines.simulated.clock import VirtualClock
 from longtail.partial_rollout.engines.simulated.engine import SimulatedEngine
 from longtail.partial_rollout.pool import EnginePool
 from longtail.partial_rollout.strategies import STRATEGIES
-from tests.partial_rollout import test_chaos
 
 
 def pool_of_simulated(clock: VirtualClock, slots: int, rate: float, rng: random.Random, **settings: Any) -> EnginePool:

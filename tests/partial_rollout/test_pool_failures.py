@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.partial_rollout.conftest import assert_same, generate, group, make_model, prompt
+from tests.partial_rollout.pool_helpers import balance, batch, collect_all, maker
 
 from longtail import Group, LongtailError, NativeEngine, Rollout, Sample, SamplingParams
 from longtail.partial_rollout.pool import EnginePool, PoolConfig, RayConfig
 from longtail.partial_rollout.pool.host import Host
 from longtail.partial_rollout.pool.member import LocalMember, Member
 from longtail.partial_rollout.pool.routing import expected_tokens, keep_packed
-from tests.partial_rollout.conftest import assert_same, generate, group, make_model, prompt
-from tests.partial_rollout.pool_helpers import balance, batch, collect_all, maker
 
 
 @pytest.fixture(scope="module")

@@ -212,11 +212,11 @@ def test_all_engines_lost(model: Any, expected: dict[str, Sample]) -> None:
 
 def test_a_store_on_disk_keeps_the_kv(model: Any, expected: dict[str, Sample], tmp_path: Path) -> None:
     """Another process (a pool of other engines, a store opened again) goes on from the KV on disk."""
-    with EnginePool(maker(model), count=2, over_wire=True) as pool:
-        with Rollout(pool, strategy="token-budget:tokens=60", store=tmp_path) as rollout:
-            rollout.submit(batch())
-            got = {s.id: s for g in rollout.collect() for s in g.samples}
-            assert any(s.snapshot is not None for s in rollout.store.unfinished())
+    pool = EnginePool(maker(model), count=2, over_wire=True)
+    with pool, Rollout(pool, strategy="token-budget:tokens=60", store=tmp_path) as rollout:
+        rollout.submit(batch())
+        got = {s.id: s for g in rollout.collect() for s in g.samples}
+        assert any(s.snapshot is not None for s in rollout.store.unfinished())
     with EnginePool(maker(model), count=3, over_wire=True) as pool, Rollout(pool, store=tmp_path) as rollout:
         resumed = [s for s in rollout.store.unfinished() if s.snapshot is not None]
         assert resumed and rollout.store.damages == []

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 
-
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """-> its address. This process has joined it: pools with address "local" or "auto" run there."""

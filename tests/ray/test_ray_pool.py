@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import signal
@@ -16,6 +17,10 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'longtail[ray]'")
 
+from tests.partial_rollout.conftest import assert_same, group, make_model, prompt  # noqa: E402
+from tests.partial_rollout.pool_helpers import STRATEGIES, balance, batch, collect_all  # noqa: E402
+from tests.ray import simulated  # noqa: E402
+
 from longtail import LongtailError, NativeEngine, Rollout, Sample  # noqa: E402
 from longtail.events import Event  # noqa: E402
 from longtail.partial_rollout.engines.simulated.engine import SimulatedEngine  # noqa: E402
@@ -23,9 +28,6 @@ from longtail.partial_rollout.ledger import LINES  # noqa: E402
 from longtail.partial_rollout.pool import EnginePool, RayConfig  # noqa: E402
 from longtail.partial_rollout.pool.member import HeldKV  # noqa: E402
 from longtail.partial_rollout.store import SampleStore  # noqa: E402
-from tests.partial_rollout.conftest import assert_same, group, make_model, prompt  # noqa: E402
-from tests.partial_rollout.pool_helpers import STRATEGIES, balance, batch, collect_all  # noqa: E402
-from tests.ray import simulated  # noqa: E402
 
 SMALL = RayConfig(num_cpus=0.1)
 
@@ -67,7 +69,7 @@ def test_two_and_four_actors(cluster: str, model: Any, model_directory: Path, ex
         steps = [e for e in events if e.kind == "step"]
         assert {e.engine for e in steps} == {f"pool-{i}" for i in range(4)}
         spans = sorted((e.time, e.time + e.duration, e.engine) for e in steps)
-        overlapping = [a for a, b in zip(spans, spans[1:], strict=False) if b[0] < a[1] and a[2] != b[2]]
+        overlapping = [a for a, b in itertools.pairwise(spans) if b[0] < a[1] and a[2] != b[2]]
         assert overlapping  # they step at once
         kills_one(pool, expected)
         moves_one(pool, model)
