@@ -160,9 +160,10 @@ def overhead_row(config: PoolBenchConfig, where: str) -> dict[str, Any]:
 
 
 def _shares(found: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    there = {what: runs for what, runs in found.items() if runs}
     return {
-        "step_seconds": {what: quantiles([wall for wall, _ in runs]) for what, runs in found.items() if runs},
-        "outside_steps": {what: quantiles([1 - own / wall for wall, own in runs]) for what, runs in found.items() if runs},
+        "step_seconds": {what: quantiles([wall for wall, _ in runs]) for what, runs in there.items()},
+        "outside_steps": {what: quantiles([1 - own / wall for wall, own in runs]) for what, runs in there.items()},
     }
 
 

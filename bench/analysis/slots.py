@@ -72,8 +72,8 @@ def timeline(df: pd.DataFrame) -> pd.DataFrame:
     """All that took time, and instants of grading: run, track (of TRACKS), lane, name, start, end, engine, sample,
     group, detail (a dict of the numbers that matter).
 
-    Spans of one run, track and lane do not overlap: each takes the lowest lane of its engine that is free at its start,
-    so that a pool's engines lie below each other. On the track of slots the lane is the slot of `intervals` and the name
+    Spans of one run, track and lane do not overlap: each takes the lowest lane of its engine free at its start, so that
+    a pool's engines lie below each other. On the track of slots the lane is the slot of `intervals` and the name
     its outcome; on the others the name is the kind of event.
     """
     result = []

@@ -15,8 +15,8 @@ from longtail.partial_rollout.pool.routing import keep_packed
 from longtail.sample import Sample
 
 SUSPECT = 2
-"""A sample that has not gained a token while so many engines in a row were lost with it may be the cause: an engine gets
-one such sample at a time, so that the others are soon cleared of it,"""
+"""A sample that has not gained a token while so many engines in a row were lost with it may be the cause: an engine
+gets one such sample at a time, so that the others are soon cleared of it,"""
 MOST_DEATHS = 5
 """and one with so many is taken for the cause, and fails."""
 

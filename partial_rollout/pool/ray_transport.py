@@ -100,7 +100,13 @@ def _get(handle: Any, timeout: float | None = None) -> Any:
     try:
         return ray.get(handle, timeout=timeout)
     except ray.exceptions.RayError as error:
-        raise EngineLost(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        raise EngineLost(f"{type(error).__name__}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """In a line. What was raised while an actor was made stands at the end of its traceback."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1] if "creation task" in lines[0] else lines[0]
 
 
 class RayTransport(Transport):
@@ -155,7 +161,7 @@ class RayTransport(Transport):
                     f"num_gpus={config.num_gpus:g}, {dict(config.resources)}"
                 ) from error
             if isinstance(error, ray.exceptions.RayError):
-                raise LongtailError(f"an engine could not be made: {error}") from error
+                raise LongtailError(f"an engine could not be made: {_reason(error)}") from error
             raise
         self._made += made
         return list(made)
@@ -187,7 +193,7 @@ class RayTransport(Transport):
                 member = RayMember(*_about(ray, actor, now), actor)
             except (EngineLost, ray.exceptions.RayError) as error:
                 ray.kill(actor)
-                found.append(LongtailError(str(error)))
+                found.append(LongtailError(_reason(error)))
             else:
                 self._made.append(member)
                 found.append(member)
