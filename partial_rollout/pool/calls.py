@@ -99,7 +99,8 @@ class Calls:
             self.failures.append(f"{member.name}: {why}")
             if self._restarts > 0:
                 self._restarts -= 1
-                self._transport.begin(*self._names(1), self.now)
+                (name,) = self._names(1)
+                self._transport.begin(name, self.now)
 
     def _first(self) -> Member:
         """LongtailError if no engine is left, and none is coming."""

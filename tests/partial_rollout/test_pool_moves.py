@@ -61,7 +61,7 @@ def test_a_sample_moves_with_its_kv(model: Any, over_wire: bool) -> None:
     before = pool.stats()
     first = group("b", prompt(9, seed=1), max_tokens=60).samples
     pool.add(first)
-    assert pool._crew.entries[first[0].id].member.name == home  # type: ignore[union-attr]  (the least loaded, by number)
+    assert pool._crew.of(pool._crew.members[0])[0].sample is first[0] and home == "pool-0"
     pool.add([one])
     finish(pool)
     assert_same(one, alone)

@@ -141,6 +141,7 @@ def simulated_samples() -> dict[str, Any]:
     return {g.id: simulated.record(g) for g in rollout.collect()}
 
 
+@pytest.mark.slow
 def test_ten_kills(cluster: str, simulated_samples: dict[str, Any]) -> None:
     """At random moments between the calls of a step and their replies; other actors take the places."""
     rng = random.Random(3)
@@ -162,7 +163,7 @@ def test_ten_kills(cluster: str, simulated_samples: dict[str, Any]) -> None:
         assert len(killed) == 10 and len(pool.failures) == 10
         assert all("ActorDiedError" in why for why in pool.failures)
         balance(pool, rollout)
-    records = {name: [] for name in simulated_samples}
+    records: dict[str, list[Any]] = {name: [] for name in simulated_samples}
     for sample in got.values():
         records[sample.group_id].append([sample.output_ids, [x.hex() for x in sample.logprobs]])
     assert records == simulated_samples
@@ -201,6 +202,7 @@ def test_a_hung_engine_is_given_up(cluster: str, simulated_samples: dict[str, An
     }
 
 
+@pytest.mark.slow
 def test_the_driver_is_killed(cluster: str, simulated_samples: dict[str, Any], tmp_path: Path) -> None:
     """Again and again; the next one goes on from the store. Every group comes once, with the same bits."""
     command = [sys.executable, simulated.__file__, cluster, str(tmp_path / "store"), str(tmp_path / "log")]
