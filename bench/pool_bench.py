@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +85,8 @@ def _pool(config: PoolBenchConfig, count: int, where: str, **settings: Any) -> E
 
 def _sample(name: str, length: int, max_tokens: int) -> Sample:
     """With a prompt of its own."""
-    salt = sum(map(ord, name))
-    prompt = [5 + (salt * 31 + 13 * i + i * i) % 900 for i in range(length)]
+    salt = zlib.crc32(name.encode())
+    prompt = [5 + (salt * 31 + 13 * i + i * i) % 400 for i in range(length)]
     params = SamplingParams(n=1, temperature=0.7, max_tokens=max_tokens, ignore_eos=True, seed=salt)
     return Group.from_prompt(name, prompt, params).samples[0]
 
