@@ -33,10 +33,11 @@ def chrome_trace(df: pd.DataFrame) -> dict[str, Any]:
         ]
         own = spans[spans["run"] == fact.run]
         threads: dict[int, str] = {}
+        several = len(set(own["engine"]) - {""}) > 1
         for number, span in enumerate(analysis.rows(own)):
             track = analysis.TRACKS.index(span.track)
             tid = track * _LANES + (0 if span.track == _ASYNC else span.lane) + 1
-            threads[tid] = f"slot {span.lane}" if span.track == "slots" else span.track
+            threads[tid] = _thread_name(span, several)
             events += _span(span, pid, tid, number)
         for tid, name in sorted(threads.items()):
             events += [_meta(pid, tid, "thread_name", name=name), _meta(pid, tid, "thread_sort_index", sort_index=tid)]
@@ -68,6 +69,13 @@ def _span(span: Any, pid: int, tid: int, number: int) -> list[dict[str, Any]]:
     if stop <= begin and span.track in ("grades", "waits"):
         return [{**base, "ph": "i", "s": "t"}]
     return [{**base, "ph": "X", "dur": max(0, stop - begin)}]
+
+
+def _thread_name(span: Any, several: bool) -> str:
+    """several: engines are in the run; each has threads of its own."""
+    if span.track == "slots":
+        return f"slot {span.lane}"
+    return f"{span.track} of {span.engine}" if several and span.engine else str(span.track)
 
 
 def _us(seconds: float) -> int:

@@ -18,6 +18,7 @@ from longtail.bench import (
     lengths_cli,
     mismatch_cli,
     pairs_cli,
+    pool_cli,
     regrade_cli,
     report_cli,
     scheduling_cli,
@@ -48,6 +49,7 @@ bench.command("mismatch")(mismatch_cli.mismatch)
 bench.command("scheduling")(scheduling_cli.scheduling)
 bench.command("staleness")(staleness_cli.staleness)
 app.command("serve")(serve_cli.serve)
+bench.command("pool")(pool_cli.pool)
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(lengths_cli.app, name="lengths")
 app.add_typer(pairs_cli.app, name="pairs")
@@ -117,6 +119,11 @@ def bench_command(
         str | None, typer.Option(help="Speculative decoding: ngram, group, group>ngram", show_default="off")
     ] = None,
     engine: Annotated[str, typer.Option(help="native, or vllm (numerics and threads are then its own)")] = "native",
+    engines: Annotated[int, typer.Option(min=1, help="A pool of so many, which share the slots")] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Engines as Ray actors: local, auto or an address", show_default="in this process, in turn"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as the last line of stdout")] = False,
 ) -> None:
     """Run the same prompts and seeds under several strategies and show where the time goes."""
@@ -142,6 +149,8 @@ def bench_command(
         kv_on_update=kv_on_update,
         drafter=drafter,
         engine=engine,
+        engines=engines,
+        ray=ray,
     )
     source = _resolve(model)
     from longtail.bench.display import BenchProgress, summary_table

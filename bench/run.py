@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtail.bench import analysis, machine
-from longtail.bench.engines import check_engine, make_engine, renew_drafter
+from longtail.bench.bench_engine import Engines, ending, speculation_of
+from longtail.bench.engines import check_engine, renew_drafter
 from longtail.bench.strategy_specs import BUDGET_SHARE, check_specs, samples_for, strategy_for
 from longtail.bench.tasks import Task, grade_request, load_tasks, prompt_ids
 from longtail.bench.trace import TraceWriter, replacing
 from longtail.events import Event, Listener
+from longtail.partial_rollout.engines.native.config import NativeConfig
 from longtail.partial_rollout.grading import GradeRequest, GraderPool
 from longtail.partial_rollout.length_bias import LengthBiasWarning
 from longtail.partial_rollout.rollout import Rollout
@@ -63,9 +65,13 @@ class BenchConfig:
     """For speculative decoding, as the engine takes it; None: no drafts."""
     engine: str = "native"
     """Or "vllm", whose numerics are its own: tokens are compared, and log-probabilities up to `ROUNDING`."""
+    engines: int = 1
+    """A pool of so many native ones, which share the slots; 1, without ray: one, without a pool."""
+    ray: str | None = None
+    """The engines are Ray actors: "local", "auto" or an address; None: they are in this process, and take turns."""
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "prompts", "group_size", "slots"):
+        for name in ("iterations", "prompts", "group_size", "slots", "engines"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.token_budget is not None and self.token_budget < 1:
@@ -73,6 +79,7 @@ class BenchConfig:
         if self.kv_on_update not in ("recompute", "keep"):
             raise ValueError(f'kv_on_update must be "recompute" or "keep", not {self.kv_on_update!r}')
         check_engine(self.engine, threads=self.threads)
+        Engines(self.engines, self.ray, self.engine)  # checks them
         check_specs(self.strategies)
         self.params(0)  # checks the sampling fields
 
@@ -110,13 +117,12 @@ def run(
     tokenizer = AutoTokenizer.from_pretrained(source)
     tasks = load_tasks(config.tasks, config.prompts * config.iterations, config.seed)
     prompts = [prompt_ids(task, tokenizer) for task in tasks]
-    engine = make_engine(
-        config.engine,
+    engine = Engines(config.engines, config.ray, config.engine).make(
         source,
         tokenizer=tokenizer,
         threads=config.threads,
         numerics=config.numerics,
-        max_num_seqs=config.slots,
+        slots=config.slots,
         max_model_len=max(map(len, prompts)) + config.max_tokens,
         kv_on_update=config.kv_on_update,
         drafter=config.drafter if config.engine == "vllm" else None,  # vLLM is made for it; the native one takes any
@@ -127,7 +133,7 @@ def run(
     samples: dict[str, dict[str, Sample]] = {}
     extras: dict[str, dict[str, Any]] = {}
     measured: float | None = None
-    with GraderPool(grade_request, workers=1) as graders:
+    with ending(engine), GraderPool(grade_request, workers=1) as graders:
         _warm_up(engine, config, model_weights)
         _warm_up_graders(graders, tasks[0])
         for name in config.strategies:
@@ -159,7 +165,7 @@ def run(
             samples[name] = {s.id: s for g in done for s in g.samples}
             extras[name] = {
                 "ledger": rollout.store.ledger.as_dict(),
-                "speculation": None if engine.speculation is None else engine.speculation.report(),
+                **speculation_of(engine),
                 "length_estimates": rollout.lengths.report(),
                 "length_bias": rollout.length_bias.report(),
                 "warnings": [str(one.message) for one in caught],
@@ -213,10 +219,11 @@ def _strategy(name: str, config: BenchConfig, measured: float | None) -> Strateg
 def _warm_up(engine: Any, config: BenchConfig, weights: dict[str, Any] | None) -> None:
     """First calls compile and allocate; and no run may find the prefixes of the one before. The prompt is long enough
     for the kernel that uses all threads, the few tokens after it take the one that does not."""
+    assert engine.max_model_len is not None
     prompt = [5 + i % 90 for i in range(min(128, engine.max_model_len - 8))]
-    engine.add(
-        Group.from_prompt("warm-up", prompt, SamplingParams(n=min(2, config.slots), max_tokens=4, seed=1)).samples
-    )
+    for number in range(config.engines):  # each engine of a pool gets one: the one with the least to do
+        params = SamplingParams(n=min(2, config.slots), max_tokens=4, seed=1)
+        engine.add(Group.from_prompt(f"warm-up-{number}", prompt, params).samples)
     while engine.has_work:
         engine.step()
     if weights is not None:
@@ -251,7 +258,7 @@ def _run_strategy(
         "strategy": strategy.name,
         "prompts_per_iteration": config.prompts,
         "token_budget": getattr(strategy, "tokens", None),
-        "max_num_batched_tokens": engine.config.max_num_batched_tokens,
+        "max_num_batched_tokens": NativeConfig().max_num_batched_tokens,
     }
     listen(Event("run_start", engine.now(), detail=json.dumps(settings)))
     engine.listener = listen

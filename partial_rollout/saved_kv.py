@@ -118,7 +118,7 @@ class SavedKV:
                 self._pending.pop(sample.id, None)
                 if sample.id in self._names:
                     out[sample.id] = None
-            elif sample.snapshot is not None and self._tiers is not None:
+            elif hasattr(sample.snapshot, "parts") and self._tiers is not None:  # not what an engine of a pool holds
                 self._pending[sample.id] = sample, sample.snapshot
             elif sample.id in self._names:
                 running.append(sample.id)

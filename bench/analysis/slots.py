@@ -72,8 +72,9 @@ def timeline(df: pd.DataFrame) -> pd.DataFrame:
     """All that took time, and instants of grading: run, track (of TRACKS), lane, name, start, end, engine, sample,
     group, detail (a dict of the numbers that matter).
 
-    Spans of one run, track and lane do not overlap: each takes the lowest lane free at its start. On the track of slots
-    the lane is the slot of `intervals` and the name its outcome; on the others the name is the kind of event.
+    Spans of one run, track and lane do not overlap: each takes the lowest lane of its engine free at its start, so that
+    a pool's engines lie below each other. On the track of slots the lane is the slot of `intervals` and the name
+    its outcome; on the others the name is the kind of event.
     """
     result = []
     for run in split_runs(df):
@@ -90,7 +91,7 @@ def timeline(df: pd.DataFrame) -> pd.DataFrame:
         for track, own in by_track.items():
             if track not in ("slots", "iterations"):
                 own.sort(key=lambda row: row["start"])
-                _with_lanes(own, "lane")
+                _with_lanes_of_engines(own)
             blank: dict[str, Any] = {"engine": "", "sample": "", "group": ""}
             result += [{**blank, "detail": {}, **row, "track": track} for row in own]
     columns = ["run", "track", "lane", "name", "start", "end", "engine", "sample", "group", "detail"]
@@ -154,6 +155,18 @@ def _with_lanes(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
         row[name] = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (row["end"], row[name]))
     return rows
+
+
+def _with_lanes_of_engines(rows: list[dict[str, Any]]) -> None:
+    """Each engine, in order of appearance, has lanes of its own."""
+    by_engine: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_engine.setdefault(row["engine"], []).append(row)
+    first = 0
+    for own in by_engine.values():
+        for row in _with_lanes(own, "lane"):
+            row["lane"] += first
+        first = max(row["lane"] for row in own) + 1
 
 
 def _most_slots(occupied: pd.DataFrame, run: str) -> int:

@@ -31,6 +31,8 @@ EventKind = Literal[
     "save",  # KV snapshot out; num_tokens
     "restore",  # KV snapshot in; num_tokens
     "update",  # new weights in place; value: policy version
+    "engine",  # one of a pool comes or goes; detail: joined, released, removed, or "lost: why"; num_seqs: samples that
+    # go on elsewhere
     "grade",  # value: reward, NaN without one; detail: the grader, and behind ": " why there is no reward
     "train",
     "wait",  # nothing runs: for graders or environments (detail)

@@ -1,0 +1,253 @@
+"""The engines of a pool as Ray actors (extra `ray`).
+
+    driver: pool ----call, in order----> actor: RayHost ----> engine
+                 ----check, export-----> (a thread beside it, so that a step in progress delays neither)
+
+An actor's calls are its queue: what is sent during a step comes after it. Saved KV goes from actor to actor through the
+object store; weights are put there once for all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from longtail.errors import LongtailError
+from longtail.partial_rollout.pool.host import EngineFactory, Host
+from longtail.partial_rollout.pool.member import EngineLost, Member, Transport
+from longtail.partial_rollout.pool.messages import About, Reply, record_of
+from longtail.partial_rollout.pool.settings import RayConfig
+from longtail.sample import Sample
+
+OLDEST = (2, 50)
+"""Version of Ray."""
+ASIDE = "aside"
+"""Concurrency group of calls that do not wait for a step."""
+ASIDE_SECONDS = 60.0
+"""That such a call may take before its engine counts as lost."""
+READINGS = 5
+"""Of an actor's clock; the quickest counts."""
+
+
+class RayHost(Host):
+    """The actor."""
+
+    def __init__(self, factory: EngineFactory, name: str) -> None:
+        super().__init__(factory(name=name))
+
+    def _restorable(self, saved: Any) -> Any:
+        if isinstance(saved, list):  # a reference in a list is not fetched before the call
+            import ray
+
+            try:
+                saved = ray.get(saved[0])
+            except ray.exceptions.RayError as error:
+                raise LongtailError(f"saved KV could not be fetched ({type(error).__name__})") from error
+            if saved is None:
+                raise LongtailError("saved KV is not there any more")
+        return super()._restorable(saved)
+
+    def _weights(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        from longtail.partial_rollout.pool.packed import unpack_weights
+
+        return unpack_weights(weights)
+
+
+class RayMember(Member):
+    def __init__(self, about: About, offset: float, actor: Any) -> None:
+        super().__init__(about, offset)
+        self.actor = actor
+
+    def _start(self, method: str, drop: Sequence[int], arguments: Sequence[Any]) -> Any:
+        return self.actor.call.remote(method, list(drop), *arguments)
+
+    def _finish(self, handle: Any) -> Reply:
+        reply: Reply = _get(handle)
+        return reply
+
+    def ready(self) -> bool:
+        import ray
+
+        return bool(ray.wait([self.outstanding[0].handle], timeout=0)[0])
+
+    def check(self, sample: Sample) -> str | None:
+        problem: str | None = _get(self._aside("check", sample), ASIDE_SECONDS)
+        return problem
+
+    def export(self, key: int, to: Member) -> Any:
+        return None if self.lost is not None else [self._aside("export", key)]
+
+    def fetch(self, key: int) -> Any:
+        if self.lost is not None:
+            raise EngineLost(self.lost)
+        return _get(self._aside("export", key), ASIDE_SECONDS)
+
+    def _aside(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.actor, method).options(concurrency_group=ASIDE).remote(*arguments)
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self.actor)
+
+
+def _get(handle: Any, timeout: float | None = None) -> Any:
+    """EngineLost if the actor is gone, or does not answer in time."""
+    import ray
+
+    try:
+        return ray.get(handle, timeout=timeout)
+    except ray.exceptions.RayError as error:
+        raise EngineLost(f"{type(error).__name__}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """In a line. What was raised while an actor was made stands at the end of its traceback."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1] if "creation task" in lines[0] else lines[0]
+
+
+class RayTransport(Transport):
+    """Starts Ray, or joins the one that runs, and makes the actors. A Ray that this process has joined already is used
+    as it is. LongtailError if Ray is missing or too old, or cannot be reached."""
+
+    def __init__(self, factory: EngineFactory, config: RayConfig) -> None:
+        super().__init__(factory, keeps_weights=True)
+        self.config = config
+        try:
+            import ray
+        except ImportError as error:
+            raise LongtailError("engines on Ray need it: pip install 'longtail[ray]'") from error
+        if tuple(int(part) for part in ray.__version__.split(".")[:2]) < OLDEST:
+            raise LongtailError(
+                f"Ray {ray.__version__} is too old, {OLDEST[0]}.{OLDEST[1]} is needed: pip install -U 'longtail[ray]'"
+            )
+        self._ray = ray
+        self._has_started = False
+        self._made: list[RayMember] = []
+
+    def _connect(self, count: int) -> None:
+        ray, address = self._ray, self.config.address
+        if ray.is_initialized():
+            return
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if address == "local":  # as many as are asked for, on however few cores
+            cpus = max(os.cpu_count() or 1, math.ceil(count * self.config.num_cpus))
+            quiet |= {"num_cpus": cpus, "include_dashboard": False}
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise LongtailError(
+                f'Ray cannot be reached at {address!r} ({error}); "local" starts one, `ray start --head` another'
+            ) from error
+        self._has_started = True
+
+    def make(self, names: Sequence[str], now: Callable[[], float]) -> list[Member]:
+        self._connect(len(names))
+        ray, config = self._ray, self.config
+        actors = [self._actor(name) for name in names]
+        try:
+            ray.get([actor.about.remote() for actor in actors], timeout=config.ready_seconds)
+            made = [RayMember(*_about(ray, actor, now), actor) for actor in actors]
+        except BaseException as error:
+            for actor in actors:
+                ray.kill(actor)
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                raise LongtailError(
+                    f"{len(names)} actors were not there in {config.ready_seconds:g} s: the cluster has "
+                    f"{ray.cluster_resources()}, each asks for num_cpus={config.num_cpus:g}, "
+                    f"num_gpus={config.num_gpus:g}, {dict(config.resources)}"
+                ) from error
+            if isinstance(error, ray.exceptions.RayError):
+                raise LongtailError(f"an engine could not be made: {_reason(error)}") from error
+            raise
+        self._made += made
+        return list(made)
+
+    def _actor(self, name: str) -> Any:
+        kind = self._ray.remote(concurrency_groups={ASIDE: 2}, **self.config.options())(RayHost)
+        return kind.remote(self.factory, name)
+
+    def begin(self, name: str, now: Callable[[], float]) -> None:
+        actor = self._actor(name)
+        self._coming.append((actor, actor.about.remote()))
+
+    def made(self, now: Callable[[], float], wait: bool) -> list[Any]:
+        ray, found = self._ray, list[Any]()
+        if not self._coming:
+            return found
+        handles = [handle for _, handle in self._coming]
+        ray.wait(handles, num_returns=1, timeout=self.config.ready_seconds if wait else 0)
+        ready = set(ray.wait(handles, num_returns=len(handles), timeout=0)[0])
+        if wait and not ready:
+            ready = set(handles)  # they will not come: `_get` says so
+        coming, self._coming = self._coming, []
+        for actor, handle in coming:
+            if handle not in ready:
+                self._coming.append((actor, handle))
+                continue
+            try:
+                _get(handle, 0)
+                member = RayMember(*_about(ray, actor, now), actor)
+            except (EngineLost, ray.exceptions.RayError) as error:
+                ray.kill(actor)
+                found.append(LongtailError(_reason(error)))
+            else:
+                self._made.append(member)
+                found.append(member)
+        return found
+
+    def adopt(self, engine: Any, now: Callable[[], float]) -> Member:
+        raise ValueError("engine: this pool's engines are Ray actors; add_engine() makes one")
+
+    def check(self, sample: Sample, members: Sequence[Member]) -> str | None:
+        """They are alike: the first that answers."""
+        record = record_of(sample)
+        for member in members:
+            try:
+                return member.check(record)
+            except EngineLost:
+                continue  # the next reply that is due from it says so
+        raise LongtailError("no engine answers")
+
+    def broadcast(self, weights: Mapping[str, Any]) -> Any:
+        from longtail.partial_rollout.pool.packed import pack_weights
+
+        return self._ray.put(pack_weights(weights))
+
+    def saved(self, snapshot: Any) -> Any:
+        from longtail.partial_rollout.pool.packed import pack_snapshot
+
+        return [self._ray.put(pack_snapshot(snapshot))]
+
+    def wait(self, members: Sequence[Member], timeout: float | None) -> None:
+        handles = [member.outstanding[0].handle for member in members if member.outstanding]
+        if handles:
+            self._ray.wait(handles, num_returns=1, timeout=timeout)
+
+    def close(self) -> None:
+        for member in self._made:
+            if member.lost is None:
+                member.kill()
+        for actor, _ in self._coming:
+            self._ray.kill(actor)
+        self._made.clear()
+        self._coming.clear()
+        if self._has_started:
+            self._has_started = False
+            self._ray.shutdown()
+
+
+def _about(ray: Any, actor: Any, now: Callable[[], float]) -> tuple[About, float]:
+    """And the offset of our clock over the actor's, 0 if they may be one: on one machine they are."""
+    best, about, offset = math.inf, None, 0.0
+    for _ in range(READINGS):
+        start = now()
+        about = ray.get(actor.about.remote())
+        took = now() - start
+        if took < best:
+            best, offset = took, start + took / 2 - about.now
+    assert about is not None
+    return about, 0.0 if abs(offset) <= best else offset

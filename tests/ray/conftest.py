@@ -1,0 +1,33 @@
+"""A Ray of this machine for the tests, and tiny models on disk, so that actors need nothing of the tests' modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """-> its address. This process has joined it: pools with address "local" or "auto" run there."""
+    import ray
+
+    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.partial_rollout.conftest import make_model
+
+    return make_model("llama")
+
+
+@pytest.fixture(scope="session")
+def model_directory(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    model.save_pretrained(directory)
+    return directory
