@@ -258,8 +258,8 @@ def test_groups_that_say_nothing(path: str, tmp_path: Path) -> None:
         worker = RolloutWorker(rollout, config(tmp_path), additions(), tiny_tokenizer(), lambda **_: rewards)
         group = worker.prompts.group(0)
         for sample in group.samples:
-            sample.append(5, -1.0, PolicyVersion(0), "test", "computed")
-            sample.status = "finished"
+            sample.status, sample.output_ids, sample.logprobs = "finished", [5], [-1.0]
+            sample.versions = [PolicyVersion(0)]
         assert [record.advantage for record in worker._score(group)] == [0.0] * GROUP
         rewards[1] = math.inf
         with pytest.raises(ValueError, match="infinite reward"):

@@ -25,7 +25,7 @@ GENERATE = {"input_ids": prompt(9), "sampling_params": {"max_new_tokens": 2, "ig
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    with served(make_stepped(), max_body_bytes=2000, body_seconds=0.3, max_samples_per_request=3) as server:
+    with served(make_stepped(), max_body_bytes=2000, max_samples_per_request=3) as server:
         yield server
 
 
@@ -78,14 +78,15 @@ def test_a_body_that_is_too_long(small: Served) -> None:
     assert small.post("/generate", GENERATE).status_code == 200
 
 
-def test_a_body_that_does_not_come(small: Served) -> None:
+def test_a_body_that_does_not_come(engine: Stepped) -> None:
     """Its sender is told so, and nobody else waits for it."""
-    host, port = small.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as slow:
-        slow.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-        assert small.post("/generate", GENERATE).status_code == 200
-        slow.settimeout(30)
-        assert b" 408 " in slow.recv(4096)
+    with served(engine, body_seconds=3.0) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            assert server.post("/generate", GENERATE).status_code == 200
+            slow.settimeout(60)
+            assert b" 408 " in slow.recv(4096)
 
 
 def test_no_path_no_method(small: Served) -> None:
