@@ -130,7 +130,7 @@ def _make(what: str, cls: type[Any], settings: Mapping[str, Any]) -> Any:
         if name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise ValueError(f"{what} has no setting {name!r}; {hint}It has {', '.join(fields)}")
+            raise ValueError(f"{what} has no setting {name!r}; {hint}it has {', '.join(fields)}")
     missing = [
         name
         for name, field in fields.items()
