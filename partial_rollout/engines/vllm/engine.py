@@ -12,8 +12,6 @@ a salt that names the weights. vLLM schedules and computes (`core`); tokens are 
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -28,26 +26,15 @@ from longtail.partial_rollout.engines.native.journal import Journal
 from longtail.partial_rollout.engines.native.sampler import check_end, check_sample, is_full
 from longtail.partial_rollout.engines.native.stepper import Outcome, PassResult, commit
 from longtail.partial_rollout.engines.native.stop_text import StopText
-from longtail.partial_rollout.engines.native.verification import Verdict
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
 from longtail.partial_rollout.engines.vllm.core import Core, Emitted, Pass, check_directory
 from longtail.partial_rollout.engines.vllm.drafters import Drafting
 from longtail.partial_rollout.engines.vllm.saver import make_saver
+from longtail.partial_rollout.engines.vllm.stay import Stay, verdict_of
 from longtail.partial_rollout.engines.vllm.weights import Updater
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
-from longtail.sequence import Sequence
 from longtail.version import PolicyVersion
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Stay(Sequence):
-    """A sample in the engine, and the request that it is in vLLM."""
-
-    request_id: str = ""
-    """Empty: it has none for the moment."""
-    salt: str = ""
-    """Of its blocks in the prefix cache: the version of the weights, and the epoch of the cache, at which it came."""
 
 
 class VllmEngine(Drafting):
@@ -233,7 +220,7 @@ class VllmEngine(Drafting):
         """Tokens of one request: into its sample, up to what ends it."""
         stay, sample = outcome.seq, outcome.seq.sample
         assert isinstance(stay, Stay)
-        commit(outcome, _verdict(e), self._version, self.name, self._end_of)
+        commit(outcome, verdict_of(e), self._version, self.name, self._end_of)
         if (request := self.core.request(stay.request_id)) is not None:
             stay.num_computed_tokens = request.num_computed_tokens
         if outcome.emitted and sample.timings.first_token is None:
@@ -494,12 +481,3 @@ class VllmEngine(Drafting):
         stay.sample.failure = failure
         self._finish(stay, "error")
         stay.sample.status = "failed"
-
-
-def _verdict(e: Emitted) -> Verdict:
-    """A token whose log-probability is no number was not drawn (`sampling`)."""
-    for i, logprob in enumerate(e.logprobs):
-        if not math.isfinite(logprob):
-            fault = "no token left to sample (every logit is -inf)" if logprob == -math.inf else "NaN or +inf"
-            return Verdict(e.token_ids[: i + 1], e.logprobs[: i + 1], fault)
-    return Verdict(e.token_ids, e.logprobs, None)
