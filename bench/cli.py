@@ -385,7 +385,9 @@ def _print_headline(summary: dict[str, Any]) -> None:
         same = summary["identical_tokens"]
         text = "the same tokens and log-probabilities, bit for bit" if same else "DIFFERENT tokens or log-probabilities"
         console.print(
-            f"Every sample has {text}, whichever regime ran.", style="green" if same else "yellow", highlight=False
+            f"Every sample has {text}, whichever regime ran (updates leave the weights as they are here).",
+            style="green" if same else "yellow",
+            highlight=False,
         )
 
 

@@ -207,39 +207,36 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def table(summary: dict[str, Any]) -> Table:
+    """Fits into 80 columns."""
     from rich.table import Table
 
-    shown = Table(title=f"Predicted / measured, costs fitted to {summary['calibrated_on']}", title_justify="left")
-    shown.add_column("run")
-    for _, label in COMPARED:
-        shown.add_column(label, justify="right")
-        shown.add_column("error", justify="right")
-    shown.add_column("passes", justify="right")
-    shown.add_column("machine", justify="right")
-    shown.add_column("makespan at its speed", justify="right")
+    title = f"Predicted / measured, costs fitted to {summary['calibrated_on']} (* unseen)"
+    shown = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    shown.add_column("run", no_wrap=True)
+    headers = ("makespan\ns", "off", "tail\ns", "off", "empty\n%", "off", "passes", "ma-\nchine", "own\nspeed")
+    for header in headers:
+        shown.add_column(header, justify="right")
     for row in summary["rows"]:
         cells = []
         for _, label in COMPARED:
-            form = "{:.0%}" if label == "empty slots" else "{:.1f} s"
+            share = label == "empty slots"
             pair = row[label]
-            values = [("-" if pair[key] is None else form.format(pair[key])) for key in ("predicted", "measured")]
-            cells.append(" / ".join(values))
-            if label == "empty slots":
-                both = pair["predicted"] is not None and pair["measured"] is not None
-                cells.append(f"{100 * (pair['predicted'] - pair['measured']):+.1f} points" if both else "")
+            both = [pair[key] for key in ("predicted", "measured")]
+            cells.append("/".join("-" if x is None else f"{100 * x:.0f}" if share else f"{x:.1f}" for x in both))
+            if share:
+                cells.append("" if None in both else f"{100 * (both[0] - both[1]):+.0f}")
             else:
-                cells.append("" if pair["error"] is None else f"{pair['error']:+.1%}")
-        passes = row["passes"]
-        cells.append(f"{passes['predicted']} / {passes['measured']}")
-        own = row["at its speed"]["error"]
-        shown.add_row(row["run"] + ("" if row["seen"] else " (unseen)"), *cells, f"{row['floor']:+.1%}", f"{own:+.1%}")
+                cells.append("" if pair["error"] is None else f"{pair['error']:+.0%}")
+        passes, own = row["passes"], row["at its speed"]["error"]
+        cells.append(f"{passes['predicted']}/{passes['measured']}")
+        shown.add_row(row["run"] + "*" * (not row["seen"]), *cells, f"{row['floor']:+.0%}", f"{own:+.0%}")
     return shown
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
     lines = [
         "machine: by how much the passes of this run took longer than the fit to the first run says of the same "
-        "passes: noise of the machine (and of the fit), which no schedule explains. at its speed: the error of the "
+        "passes: noise of the machine (and of the fit), which no schedule explains. own speed: the error of the "
         "makespan when the costs are scaled by that; it knows the run's speed, and predicts its schedule.",
     ]
     return lines + [str(line) for line in summary["report"]["findings"]]

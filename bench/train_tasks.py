@@ -57,6 +57,8 @@ def load_prompts(
         if own is None:
             raise ValueError(f"grader: {task} brings none; give --grader math, or package.module.function")
         return FilePrompts(Path(task), tokenizer, own, held_out)
+    if task != "add":
+        tasks.parse_mix(task)  # an unknown name is said first
     if tokenizer is None:
         raise ValueError(f"task {task!r} needs a tokenizer, and the model has none; give a .jsonl file of prompt_ids")
     if task == "add":
