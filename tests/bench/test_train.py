@@ -30,6 +30,7 @@ CONFIG = RunConfig(
     group_size=8,
     learning_rate=1e-2,
     threads=1,
+    kv_cache_bytes=1 << 24,
     policy="transformers",
     eval_every=14,
     eval_samples=25,

@@ -41,6 +41,7 @@ def options(toys: ModuleType, tmp_path: Path) -> list[Any]:
         "group-size": 4,
         "max-tokens": 8,
         "threads": 1,
+        "kv-cache-bytes": 1 << 24,
         "policy": "transformers",
         "learning-rate": 1e-2,
         "eval-prompts": 4,

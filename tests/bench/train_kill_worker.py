@@ -51,6 +51,7 @@ def config_of(strategy: str) -> RunConfig:
         group_size=4,
         learning_rate=3e-3,
         threads=1,
+        kv_cache_bytes=1 << 24,
         policy="transformers",
         eval_every=3,
         checkpoint_every=2,
