@@ -178,7 +178,8 @@ def test_five_hundred_streams(tmp_path: Path) -> None:
         else:  # slow ones do not send again what was aborted
             assert number % 25 == 1 and parts[-1]["finish_reason"]["type"] == "abort"
     check(found, alone)
-    assert {version for version, _, _ in found} == {0, 1, 2, 3}
+    # On a busy machine all streams may have ended before the last updates.
+    assert {0, 1} <= {version for version, _, _ in found} <= {0, 1, 2, 3}
     assert stats.num_resumed > 0 and stats.num_cancelled > 0 and stats.num_failed == 0
     assert stats.num_completed + stats.num_aborted + stats.num_cancelled >= STREAMS
 
