@@ -43,7 +43,7 @@ test-vllm: $(VLLM_VENV)/.stamp  ## run the tests of the vLLM engine on vLLM's CP
 	@# Intel's OpenMP first, one thread: ten times the speed. In one process: `import vllm` takes long.
 	env -u OMP_WAIT_POLICY LD_PRELOAD=$(abspath $(VLLM_VENV))/lib/libiomp5.so OMP_NUM_THREADS=1 \
 	    VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
-	    VLLM_LOGGING_LEVEL=ERROR $(VLLM_VENV)/bin/pytest tests/vllm
+	    VLLM_LOGGING_LEVEL=ERROR $(VLLM_VENV)/bin/pytest tests/vllm -m "not slow"
 
 lint: $(VENV)/.stamp-dev  ## check style and imports
 	$(bin)/ruff check .
