@@ -29,11 +29,9 @@ from longtail.partial_rollout.engines.simulated.instance import Instance
 from longtail.partial_rollout.engines.simulated.loads import Loads
 from longtail.partial_rollout.engines.simulated.script import Lengths, to_max_tokens
 from longtail.partial_rollout.engines.simulated.sequence import SimulatedSnapshot
+from longtail.partial_rollout.pool.routing import ROUTINGS, SPREAD
 from longtail.sample import FinishReason, Sample
 from longtail.version import PolicyVersion
-
-SPREAD = 32
-"""Seer's (arXiv 2511.14617): the load comes before the cache when an instance has so many more samples than another."""
 
 
 class SimulatedCluster:
@@ -76,6 +74,7 @@ class SimulatedCluster:
         if routing not in ("load", "group"):
             raise ValueError(f'routing must be "load" or "group", not {routing!r}')
         self.affinity, self.routing, self.spread = affinity, routing, spread
+        self._route = ROUTINGS["group" if routing == "group" else "affinity"]
         self._bound: dict[str, int] = {}
         """Instance of each group, where they are bound."""
         self.alarm: float | None = None  # `step` goes no further than this time either
@@ -385,29 +384,38 @@ class SimulatedCluster:
             self.last_left = time
 
     def _place(self, sample: Sample, limit: int | None) -> None:
-        number = self._route(sample)
+        number = self._route(sample, self)
         self._catch_up(number)
         self.instances[number].add((sample,), limit=limit)
         self._where[sample.id] = number
         self._loads.came(number)
         self._changed[number] = None
 
-    def _route(self, sample: Sample) -> int:
-        if self.routing == "group":
-            bound = self._bound.setdefault(sample.group_id, len(self._bound) % len(self.instances))
-            if self._loads.alive[bound]:
-                return bound
-        instances, loads = self.instances, self._loads
-        least = loads.least(lambda number: instances[number].has_room_for(sample))
-        if least is None:
-            raise LongtailError(f"cluster {self.name}: all instances are lost; give their faults a time to be back")
+    # What the rules of routing ask (`pool/routing.py::Fleet`).
+
+    def load(self, number: int) -> int:
+        return self._loads.of[number]
+
+    def open_slots(self, number: int) -> int:
+        return self._loads.open_slots(number)
+
+    def home(self, sample: Sample) -> int | None:
+        """The instance that saved its KV."""
         snapshot = sample.snapshot
         if snapshot is None or not self.affinity or not isinstance(snapshot, SimulatedSnapshot):
-            return least
-        home = self._numbers.get(snapshot.engine)
-        if home is None or not loads.open_slots(home):
-            return least
-        return home if loads.of[home] - loads.of[least] <= self.spread else least
+            return None
+        return self._numbers.get(snapshot.engine)
+
+    def bound(self, sample: Sample) -> int | None:
+        number = self._bound.setdefault(sample.group_id, len(self._bound) % len(self.instances))
+        return number if self._loads.alive[number] else None
+
+    def least_loaded(self, sample: Sample) -> int:
+        instances = self.instances
+        least = self._loads.least(lambda number: instances[number].has_room_for(sample))
+        if least is None:
+            raise LongtailError(f"cluster {self.name}: all instances are lost; give their faults a time to be back")
+        return least
 
     def _get(self, sample_id: str) -> int:
         if sample_id not in self._where:
