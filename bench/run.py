@@ -61,8 +61,6 @@ class BenchConfig:
     numerics: str = "exact"
     kv_on_update: str = "recompute"
     """What becomes of unfinished samples' KV at an update: computed again, as new weights demand, or kept ("keep")."""
-    kv_cache_bytes: int | None = None
-    """Memory for KV; None: the engine's default."""
     drafter: str | None = None
     """For speculative decoding, as the engine takes it; None: no drafts."""
     engine: str = "native"
@@ -129,7 +127,6 @@ def run(
         kv_on_update=config.kv_on_update,
         drafter=config.drafter if config.engine == "vllm" else None,  # vLLM is made for it; the native one takes any
         fingerprint_versions=True,
-        **({} if config.kv_cache_bytes is None else {"kv_cache_bytes": config.kv_cache_bytes}),
     )
     model_weights = load_weights(source)
     trace = TraceWriter()

@@ -26,7 +26,6 @@ def test_the_schedule_is_the_measured_one(tiny_task_model: Path, tmp_path: Path,
         max_tokens=48,
         threads=1,
         kv_on_update=kv_on_update,
-        kv_cache_bytes=1 << 24,
     )
     result = run(config)
     assert result.summary["identical_tokens"] is True

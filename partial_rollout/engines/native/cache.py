@@ -28,6 +28,11 @@ class Cache:
         return cls(tuple(group.cache for group in kv.groups), states)
 
 
+PREFIXES = 16
+"""More blocks are not made than so many times what fills all slots. Each is an object too; a small model's would take
+gigabytes."""
+
+
 def make_kv(
     spec: DecoderSpec,
     *,
@@ -40,7 +45,8 @@ def make_kv(
     **fields: Any,
 ) -> KVManager:
     """budget: bytes for all of it; longest: tokens of a sample; max_rows: tokens of a pass; most_blocks: that a group
-    gets, whatever the budget. Further fields as `KVManager`'s. ValueError if that is not enough for one sample."""
+    gets, whatever the budget; None: PREFIXES times what fills all slots. Further fields as `KVManager`'s. ValueError if
+    that is not enough for one sample."""
     shapes = tuple(spec.layers[i].shapes for i in spec.states)
     states = None
     if shapes:
@@ -54,5 +60,7 @@ def make_kv(
         states = StateSlots(shapes, max_num_seqs)
     layouts = spec.layouts(block_size)
     num_blocks = split_blocks(budget, layouts, longest, max_num_seqs, max_rows)
-    num_blocks = [n if most_blocks is None else min(n, most_blocks) for n in num_blocks]
+    if most_blocks is None:
+        most_blocks = PREFIXES * max_num_seqs * -(-longest // block_size)
+    num_blocks = [min(n, most_blocks) for n in num_blocks]
     return KVManager(layouts, num_blocks, states=states, **fields)

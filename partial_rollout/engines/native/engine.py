@@ -50,9 +50,6 @@ from longtail.version import Fingerprint, PolicyVersion
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PREFIXES = 16
-"""Times what fills all slots: more blocks are not made. Each is an object too; a small model's would take gigabytes."""
-
 
 class NativeEngine:
     """Runs `transformers` decoders on the CPU in float32.
@@ -107,7 +104,6 @@ class NativeEngine:
         self.kv = make_kv(
             spec,
             budget=config.kv_cache_bytes,
-            most_blocks=PREFIXES * config.max_num_seqs * -(-self.max_model_len // config.block_size),
             block_size=config.block_size,
             longest=self.max_model_len,
             max_num_seqs=config.max_num_seqs,
