@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -153,6 +154,15 @@ def test_five_hundred_streams(tmp_path: Path) -> None:
     models = [make_model("llama"), make_model("llama", seed=1)]
     directories = [save_model(model, tmp_path / str(i)) for i, model in enumerate(models)]
     engine = make_stepped(models[0], max_num_seqs=64, max_num_batched_tokens=256, kv_cache_bytes=16 << 20)
+    step = engine.step
+
+    def at_leisure(**options: Any) -> Any:
+        """The streams do not end before the trainer, which has the same two cores, has made its updates."""
+        if engine.version < 3 and engine.stats().num_output_tokens > (engine.version + 1.5) * STREAMS * LENGTH / 5:
+            time.sleep(0.1)
+        return step(**options)
+
+    engine.step = at_leisure  # type: ignore[method-assign]
     alone = [make_stepped(model, max_num_seqs=64, max_num_batched_tokens=256) for model in models]
 
     async def everything(server: Served) -> tuple[list[Any], list[Any]]:
@@ -178,8 +188,7 @@ def test_five_hundred_streams(tmp_path: Path) -> None:
         else:  # slow ones do not send again what was aborted
             assert number % 25 == 1 and parts[-1]["finish_reason"]["type"] == "abort"
     check(found, alone)
-    # On a busy machine all streams may have ended before the last updates.
-    assert {0, 1} <= {version for version, _, _ in found} <= {0, 1, 2, 3}
+    assert {version for version, _, _ in found} == {0, 1, 2, 3}
     assert stats.num_resumed > 0 and stats.num_cancelled > 0 and stats.num_failed == 0
     assert stats.num_completed + stats.num_aborted + stats.num_cancelled >= STREAMS
 
