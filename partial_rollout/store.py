@@ -28,6 +28,7 @@ from longtail.partial_rollout.records import Damage, copied
 from longtail.partial_rollout.saved_kv import FOLDER, SavedKV, record_of
 from longtail.partial_rollout.sqlite_file import named
 from longtail.sample import Group, Sample
+from longtail.version import check_version
 
 if TYPE_CHECKING:
     from longtail.kv_manager.snapshot import Snapshot
@@ -216,8 +217,7 @@ class SampleStore:
     def rewind_to(self, version: int) -> int:
         """For a trainer that fell back to the weights of `version`: cuts every open sample, finished or not, before its
         first token of newer ones (line stale). All or none. -> tokens dropped."""
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise ValueError(f"version must be an integer of at least 0, not {version!r}")
+        check_version(version)
         return self._cut(newer_parts(self._groups.values(), version), "stale")
 
     def remove(self, samples: Iterable[Sample], line: CutLine) -> None:

@@ -32,7 +32,7 @@ from longtail.partial_rollout.pool.moves import Moves
 from longtail.partial_rollout.pool.settings import PoolConfig, RayConfig
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
-from longtail.version import PolicyVersion
+from longtail.version import PolicyVersion, check_newer
 
 if TYPE_CHECKING:
     from longtail.kv_manager.tier_config import TierConfig
@@ -221,10 +221,7 @@ class EnginePool(Moves):
         """One broadcast. Waits for the steps in progress, so that every token of older weights is in the samples when
         this returns, and for an engine to find that the weights fit; the others (up to `most_behind` updates) put them
         in place while the caller goes on, before their next step. Nothing changes if they do not fit."""
-        if isinstance(version, bool) or not isinstance(version, int):
-            raise ValueError(f"version must be an integer, not {version!r}")
-        if version <= self._version:
-            raise ValueError(f"version must be above the current {self._version}, not {version}; versions only grow")
+        check_newer(version, self._version)
         self._collect()
         while any(m.is_stepping for m in self._crew.alive):
             self._wait()

@@ -45,7 +45,7 @@ from longtail.spec_decode.controller import Controller, ControllerConfig
 from longtail.spec_decode.drafter import Drafter
 from longtail.spec_decode.speculation import Speculation
 from longtail.spec_decode.step_cost import StepCost
-from longtail.version import Fingerprint, PolicyVersion
+from longtail.version import Fingerprint, PolicyVersion, check_newer, check_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,8 +76,7 @@ class NativeEngine:
         **settings: Any,
     ) -> None:
         check_known_fields(NativeConfig, settings)
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise ValueError(f"version must be an integer of at least 0, not {version!r}")
+        check_version(version)
         self.config = config = NativeConfig(**settings)
         self.name = name
         self.now = clock
@@ -290,12 +289,7 @@ class NativeEngine:
         """weights: a complete state dict of the model (a tied LM head may be left out). Nothing changes if it does not
         fit. KV made by older weights is dropped, or kept if `kv_on_update` says so."""
         with self._lock, self._journal.telling():
-            if isinstance(version, bool) or not isinstance(version, int):
-                raise ValueError(f"version must be an integer, not {version!r}")
-            if version <= self._version:
-                raise ValueError(
-                    f"version must be above the current {self._version}, not {version}; versions only grow"
-                )
+            check_newer(version, self._version)
             start = self.now()
             checked = loader.check_weights(self.decoder.parameter_shapes(), weights)
             with torch.no_grad():

@@ -30,7 +30,7 @@ from longtail.partial_rollout.engines.simulated.sequence import SimulatedSequenc
 from longtail.partial_rollout.engines.simulated.timing import Timing
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
-from longtail.version import PolicyVersion
+from longtail.version import PolicyVersion, check_newer, check_version
 
 
 class SimulatedEngine:
@@ -57,8 +57,7 @@ class SimulatedEngine:
         **settings: Any,
     ) -> None:
         check_known_fields(SimulatedConfig, settings)
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise ValueError(f"version must be an integer of at least 0, not {version!r}")
+        check_version(version)
         self.config = config = SimulatedConfig(**settings)
         self.name = name
         self.lengths = lengths
@@ -192,10 +191,7 @@ class SimulatedEngine:
 
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """weights: anything. KV made by older weights is dropped, or kept if `kv_on_update` says so."""
-        if isinstance(version, bool) or not isinstance(version, int):
-            raise ValueError(f"version must be an integer, not {version!r}")
-        if version <= self._version:
-            raise ValueError(f"version must be above the current {self._version}, not {version}; versions only grow")
+        check_newer(version, self._version)
         with self._journal.telling():
             start = self.now()
             self._timing.spend(self.config.update_seconds)

@@ -34,7 +34,7 @@ from longtail.partial_rollout.engines.vllm.stay import Stay, verdict_of
 from longtail.partial_rollout.engines.vllm.weights import Updater
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
-from longtail.version import PolicyVersion
+from longtail.version import PolicyVersion, check_newer, check_version
 
 
 class VllmEngine(Drafting):
@@ -59,8 +59,7 @@ class VllmEngine(Drafting):
         **settings: Any,
     ) -> None:
         check_known_fields(VllmSettings, settings)
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise ValueError(f"version must be an integer of at least 0, not {version!r}")
+        check_version(version)
         self.config = config = VllmSettings(**settings)
         source = check_directory(model)
         self.name = name
@@ -269,12 +268,7 @@ class VllmEngine(Drafting):
         Nothing changes if it does not fit. KV made by older weights is dropped, or, of the samples that run, kept if
         `kv_on_update` says so; no other request finds it."""
         with self._lock, self._journal.telling():
-            if isinstance(version, bool) or not isinstance(version, int):
-                raise ValueError(f"version must be an integer, not {version!r}")
-            if version <= self._version:
-                raise ValueError(
-                    f"version must be above the current {self._version}, not {version}; versions only grow"
-                )
+            check_newer(version, self._version)
             start = self.now()
             checked = self._updater.check(weights)
             self._updater.load(checked, version)
