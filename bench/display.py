@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from longtail.bench.run import BenchConfig
 from longtail.events import Event
+
+if TYPE_CHECKING:
+    from longtail.bench.run import BenchConfig
+
+
+def progress_bars(console: Console) -> Progress:
+    """With a name, a bar, a count, what is going on (field `live`) and the time."""
+    return Progress(
+        TextColumn("{task.description:>14}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[live]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
 
 
 class BenchProgress:
@@ -18,14 +32,7 @@ class BenchProgress:
 
     def __init__(self, config: BenchConfig, console: Console) -> None:
         self.total = config.iterations * config.prompts * config.group_size
-        self.bars = Progress(
-            TextColumn("{task.description:>14}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[live]}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
+        self.bars = progress_bars(console)
         self.ids: dict[str, TaskID] = {}
         self.tokens = 0
         self.started = 0.0

@@ -101,17 +101,10 @@ class DPOProgress:
     """One bar; what is measured is printed above it."""
 
     def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from longtail.bench.display import progress_bars
 
         self.console = console
-        self.bar = Progress(
-            TextColumn("{task.description:>14}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[live]}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
+        self.bar = progress_bars(console)
         self.task = self.bar.add_task("reference", total=None, live="")
 
     def __enter__(self) -> DPOProgress:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtail.bench import analysis, machine
-from longtail.bench.bench_engine import Engines, ending, speculation_of
-from longtail.bench.engines import check_engine, renew_drafter
+from longtail.bench.engines import Engines, check_engine, ending, renew_drafter, speculation_of
 from longtail.bench.strategy_specs import BUDGET_SHARE, check_specs, samples_for, strategy_for
 from longtail.bench.tasks import Task, grade_request, load_tasks, prompt_ids
 from longtail.bench.trace import TraceWriter, replacing
