@@ -151,7 +151,8 @@ class _Run:
         stack: contextlib.ExitStack,
     ) -> None:
         self.config, self.trainer, self.checkpoints, self.progress = config, trainer, checkpoints, progress
-        self.log = stack.enter_context(MetricsLog(out / "metrics.jsonl", resume_at=trainer.num_steps))
+        kept = [line for line in read_metrics(out / "metrics.jsonl") if line["step"] < trainer.num_steps]
+        self.log = stack.enter_context(MetricsLog(out / "metrics.jsonl", kept))
         self.evals = stack.enter_context(MetricsLog(out / "eval.jsonl", resume_at=trainer.num_steps + 1))
         self.measured = {line["step"] for line in read_metrics(out / "eval.jsonl")}
         self.board = TensorBoard(out / "tensorboard")

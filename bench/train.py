@@ -142,7 +142,7 @@ class _Life:
                 "was exchanged or went back; train in another directory, from the checkpoint's weights"
             )
         old = {line["step"]: line for line in read_metrics(self.out / "metrics.jsonl")}
-        self.log = self.stack.enter_context(MetricsLog(self.out / "metrics.jsonl", resume_at=self.version))
+        lines = [line for step, line in old.items() if step < self.version]
         self.board = TensorBoard(self.out / "tensorboard")
         self.stack.callback(self.board.close)
         handed = {d.iteration: d.groups for d in self.store.deliveries(after=delivery)}
@@ -152,9 +152,12 @@ class _Life:
             result = self.trainer.step(groups, step)
             later = [g for iteration, groups in handed.items() if iteration > step for g in groups]
             line = self._line(step, groups, result, later)
-            kept = {name: old[step][name] for name in ("ledger", "seconds") if step in old}
-            self._say(line | kept)
+            # What the step took is known to who took it first; None where that process died before it wrote it down.
+            line |= {name: old.get(step, {}).get(name) for name in ("ledger", "seconds")}
+            lines.append(line)
+            self._show(line)
             self.version = step + 1
+        self.log = self.stack.enter_context(MetricsLog(self.out / "metrics.jsonl", lines))
         dropped = rewind(self.store, self.version)
         if found is not None or self.version or dropped:
             of = "the start" if found is None else f"the checkpoint of version {first}"
@@ -163,9 +166,9 @@ class _Life:
                 f"resumed from {of}: {self.version - first} iterations trained on again, {dropped} tokens of an "
                 f"interrupted one dropped; continues with iteration {self.version}",
             )
-        self.evals = MetricsLog(self.out / "eval.jsonl", resume_at=self.version + 1)
-        self.stack.callback(self.evals.close)
-        self.evaluated = {line["step"] for line in read_metrics(self.out / "eval.jsonl")}
+        evals = [line for line in read_metrics(self.out / "eval.jsonl") if line["step"] <= self.version]
+        self.evals = self.stack.enter_context(MetricsLog(self.out / "eval.jsonl", evals))
+        self.evaluated = {line["step"] for line in evals}
 
     def _rollout(self, lives: int) -> None:
         config = self.config
@@ -345,6 +348,9 @@ class _Life:
 
     def _say(self, line: dict[str, Any]) -> None:
         self.log.write(line)
+        self._show(line)
+
+    def _show(self, line: dict[str, Any]) -> None:
         self.board.write(line)
         self.progress("step", line)
 

@@ -35,12 +35,11 @@ class MetricsLog:
     """Lines of JSON, each with its "step", in ascending order. A line is on its way to the disk when `write` returns,
     so that a killed process leaves whole lines and at most one torn one."""
 
-    def __init__(self, path: str | Path, *, resume_at: int | None = None) -> None:
-        """resume_at: lines of this step and later ones are dropped, as is a torn one: they are written again. None:
-        the file starts empty."""
+    def __init__(self, path: str | Path, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        """lines: what the file starts with, in place of what it held; in one go, so that a process killed meanwhile
+        leaves the old file."""
         self.path = Path(path)
-        kept = [] if resume_at is None else [line for line in read_metrics(self.path) if line["step"] < resume_at]
-        _replace(self.path, "".join(_line(values) for values in kept))
+        _replace(self.path, "".join(_line(values) for values in lines))
         self._file = self.path.open("a")
 
     def write(self, values: Mapping[str, Any]) -> None:

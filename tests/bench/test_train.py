@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,10 +109,33 @@ def test_more_steps_later_are_the_same_run(toys: ModuleType, model: Path, tmp_pa
     assert list(load([tmp_path / "parts"]).summary) == ["train", "train, life 2"]
 
 
+def test_what_a_step_took_survives_kills(toys: ModuleType, model: Path, tmp_path: Path) -> None:
+    """However often a run is killed while it trains on its deliveries again."""
+    out, path = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    config = dataclasses.replace(CONFIG, steps=5, eval_every=0, checkpoint_every=100)
+    run(dataclasses.replace(config, steps=4), out, model=model, prompts=toys.ToyPrompts())
+    shutil.rmtree(out / "checkpoints")  # all is trained on again
+    lines = read_metrics(path)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))  # killed before it wrote the last one
+
+    def killed(what: str, values: Any) -> None:
+        if what == "step" and values["step"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out, resume=True, model=model, prompts=toys.ToyPrompts(), progress=killed)
+    assert read_metrics(path) == lines[:3]
+    run(config, out, resume=True, model=model, prompts=toys.ToyPrompts())
+    again = read_metrics(path)
+    assert again[:3] == lines[:3]
+    assert again[3] == lines[3] | {"ledger": None, "seconds": None}
+    assert again[4]["seconds"]["wall"] > 0
+
+
 def kills(tmp_path: Path, strategy: str, number: int, seed: int) -> dict[str, int]:
     command = [sys.executable, str(WORKER), str(tmp_path), strategy, str(number), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr.rpartition("Loading weights")[2][-3000:]
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
 
