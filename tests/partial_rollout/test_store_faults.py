@@ -334,6 +334,33 @@ time.sleep(60)
 """
 
 
+DEAD_HOLDER = """
+import os, subprocess, sys
+from longtail import SampleStore
+store = SampleStore(sys.argv[1])
+lock = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}").endswith("/lock")]
+child = subprocess.Popen(["sleep", sys.argv[2]], pass_fds=lock, stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_process_was_starting_gives_the_lock_back(tmp_path: Path) -> None:
+    """A copy of the holder, not yet the program that it becomes, has the lock for a moment longer."""
+    command = [sys.executable, "-c", DEAD_HOLDER, str(tmp_path)]
+    int(subprocess.run([*command, "0.5"], stdout=subprocess.PIPE, text=True, check=False).stdout)
+    with SampleStore(tmp_path) as store:
+        store.add([make("a")])
+    child = int(subprocess.run([*command, "600"], stdout=subprocess.PIPE, text=True, check=False).stdout)
+    try:
+        with pytest.raises(StoreLocked, match="one at a time"):
+            SampleStore(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    with SampleStore(tmp_path) as store:
+        assert [group.id for group in store] == ["a"]
+
+
 @pytest.mark.parametrize("fork", ["alone", "fork"])
 def test_two_processes(tmp_path: Path, fork: str) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path), fork]
