@@ -6,6 +6,9 @@ from collections import deque
 
 from longtail.events import Event, Listener
 
+COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions", "drafted", "accepted")
+"""What a journal counts, as `EngineStats` has it."""
+
 
 def tell(queue: deque[Event], listener: Listener, failure: BaseException | None = None) -> None:
     """The listener hears of a call's events when its work is done, so that it cannot leave it half done by raising. It

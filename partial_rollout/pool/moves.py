@@ -7,6 +7,7 @@ from typing import Any
 
 from longtail.errors import SnapshotMismatch
 from longtail.events import Event
+from longtail.partial_rollout.engines.base import find
 from longtail.partial_rollout.pool.calls import Calls
 from longtail.partial_rollout.pool.crew import Entry
 from longtail.partial_rollout.pool.member import HeldKV, Member
@@ -23,14 +24,6 @@ MOST_DEATHS = 5
 
 class Moves(Calls):
     """Adds what decides where samples are. Their engines, and the calls of them, are `Calls`'s."""
-
-    def _get(self, sample_ids: Iterable[str]) -> list[Entry]:
-        entries = []
-        for sample_id in sample_ids:
-            if sample_id not in self._crew.entries:
-                raise ValueError(f"sample_ids: {sample_id!r} is not in the engine (finished, paused, or never added)")
-            entries.append(self._crew.entries[sample_id])
-        return entries
 
     def _place(self, entry: Entry, among: Sequence[Member] = ()) -> None:
         """among: engines that it may go to; empty: all that get samples."""
@@ -66,7 +59,7 @@ class Moves(Calls):
 
     def _take_out(self, sample_ids: Iterable[str] | None, method: str, how: Any) -> list[Sample]:
         ids = list(self._crew.entries if sample_ids is None else dict.fromkeys(sample_ids))
-        entries = self._get(ids)
+        entries = [find(self._crew.entries, i) for i in ids]
         by_member: dict[Member, list[str]] = {}
         for entry in entries:
             if entry.member is not None:

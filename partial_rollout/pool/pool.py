@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from longtail.events import Listener, ignore
 from longtail.partial_rollout.engine import Engine, EngineStats, StepOutput
+from longtail.partial_rollout.engines.base import check_absent, check_distinct, find
 from longtail.partial_rollout.engines.telling import tell
 from longtail.partial_rollout.pool.crew import Entry
 from longtail.partial_rollout.pool.host import EngineFactory
@@ -32,6 +33,7 @@ from longtail.partial_rollout.pool.moves import Moves
 from longtail.partial_rollout.pool.settings import PoolConfig, RayConfig
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
+from longtail.sequence import limit_after
 from longtail.version import PolicyVersion, check_newer
 
 if TYPE_CHECKING:
@@ -143,8 +145,7 @@ class EnginePool(Moves):
 
     def check(self, sample: Sample) -> None:
         """Raises the ValueError with which `add` would refuse this sample."""
-        if sample.id in self._crew.entries:
-            raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
+        check_absent(sample, self._crew.entries)
         fresh = not sample.output_ids and sample.routed_experts is None
         key = (sample.prompt_ids, sample.params, sample.multi_turn) if fresh else (sample.id, len(sample.output_ids))
         if key in self._vetted:
@@ -162,18 +163,16 @@ class EnginePool(Moves):
         """All or none are taken. ValueError names the sample, the field and the fix."""
         batch = list(samples)
         self._first()  # there is one
-        _check_limit(limit)
+        limit_after(0, limit)
         for sample in batch:
             self.check(sample)
-        if len({s.id for s in batch}) < len(batch):
-            raise ValueError("samples: two samples have the same id; every sample needs its own")
+        check_distinct(batch)
         for sample in batch:
-            self._place(Entry(sample, limit_at=None if limit is None else len(sample.output_ids) + limit))
+            self._place(Entry(sample, limit_at=limit_after(len(sample.output_ids), limit)))
 
     def set_limit(self, sample_id: str, limit: int | None) -> None:
-        (entry,) = self._get([sample_id])
-        _check_limit(limit)
-        entry.limit_at = None if limit is None else len(entry.sample.output_ids) + limit
+        entry = find(self._crew.entries, sample_id)
+        entry.limit_at = limit_after(len(entry.sample.output_ids), limit)
         if entry.member is not None:
             entry.member.send("set_limit", sample_id, limit)
 
@@ -322,8 +321,3 @@ class EnginePool(Moves):
         """AssertionError unless every sample is in one engine, with the same tokens here and there."""
         self._drain(self._crew.alive)
         self._crew.check_integrity((m, reply.value) for m, reply in self._ask("inventory").items())
-
-
-def _check_limit(limit: int | None) -> None:
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"limit must be at least 1 output token, or None for no limit, not {limit!r}")

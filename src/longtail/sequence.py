@@ -15,6 +15,15 @@ import dataclasses
 from longtail.sample import KVSource, Sample
 
 
+def limit_after(length: int, limit: int | None) -> int | None:
+    """Output length at a limit of so many more tokens. ValueError if it is below 1."""
+    if limit is None:
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"limit must be at least 1 output token, or None for no limit, not {limit!r}")
+    return length + limit
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """Owned by the engine's scheduler; `block_tables` by the KV manager."""
@@ -48,9 +57,7 @@ class Sequence:
 
     def set_limit(self, limit: int | None) -> None:
         """limit: output tokens from now on. ValueError if it is below 1."""
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise ValueError(f"limit must be at least 1 output token, or None for no limit, not {limit!r}")
-        self.limit = None if limit is None else len(self.sample.output_ids) + limit
+        self.limit = limit_after(len(self.sample.output_ids), limit)
 
     @property
     def num_tokens(self) -> int:

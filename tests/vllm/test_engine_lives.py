@@ -64,7 +64,7 @@ def test_a_thousand_random_actions(make_vllm: EngineMaker, tiny: LlamaForCausalL
             samples = make_samples(life)
             lives.append(samples)
         sample = rng.choice(samples)
-        inside = sample.id in engine._stays
+        inside = sample.id in engine._sequences
         counts[action] += 1
         if action == "add" and not inside and not sample.is_done:
             engine.add([sample])
@@ -81,7 +81,7 @@ def test_a_thousand_random_actions(make_vllm: EngineMaker, tiny: LlamaForCausalL
             engine.update_weights(weights, engine.version + 1)
         elif action == "forget":
             engine.reset_prefix_cache()
-        elif action == "lost" and any(stay.request_id for stay in engine._stays.values()):
+        elif action == "lost" and any(stay.request_id for stay in engine._sequences.values()):
             lose_a_step(engine, early=rng.random() < 0.7)
         engine.check_integrity()
     assert all(counts.values()), counts

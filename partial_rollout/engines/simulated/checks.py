@@ -39,12 +39,6 @@ def check_sample(sample: Sample, lengths: Lengths, config: SimulatedConfig, vers
     return ending
 
 
-def check_limit(limit: int | None) -> None:
-    """ValueError unless it is a number of output tokens, or None."""
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"limit must be at least 1 output token, or None for no limit, not {limit!r}")
-
-
 def _check_memory(sample: Sample, ending: Ending, capacity: int, max_model_len: int | None) -> None:
     longest = cap_of(sample, max_model_len) if sample.multi_turn else ending.length
     if longest is None:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from longtail.errors import LongtailError
 from longtail.events import Listener, ignore
 from longtail.partial_rollout.engine import EngineStats, StepOutput
+from longtail.partial_rollout.engines.base import check_absent, check_distinct, find
 from longtail.partial_rollout.engines.simulated.clock import VirtualClock
 from longtail.partial_rollout.engines.simulated.cluster_config import Instances, Loss
 from longtail.partial_rollout.engines.simulated.instance import Instance
@@ -163,8 +164,7 @@ class SimulatedCluster:
 
     def check(self, sample: Sample) -> None:
         """Raises the ValueError with which `add` would refuse this sample: it must fit every kind of instance."""
-        if sample.id in self._where:
-            raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
+        check_absent(sample, self._where)
         for kind in self._kinds:
             kind.check(sample)
 
@@ -174,13 +174,12 @@ class SimulatedCluster:
         if len(batch) > 1 or len(self._kinds) > 1:
             for sample in batch:
                 self.check(sample)
-            if len({s.id for s in batch}) < len(batch):
-                raise ValueError("samples: two samples have the same id; every sample needs its own")
+            check_distinct(batch)
         for sample in batch:
             self._place(sample, limit)
 
     def set_limit(self, sample_id: str, limit: int | None) -> None:
-        number = self._get(sample_id)
+        number = find(self._where, sample_id)
         self._catch_up(number)
         self.instances[number].set_limit(sample_id, limit)
         self._changed[number] = None
@@ -417,11 +416,6 @@ class SimulatedCluster:
             raise LongtailError(f"cluster {self.name}: all instances are lost; give their faults a time to be back")
         return least
 
-    def _get(self, sample_id: str) -> int:
-        if sample_id not in self._where:
-            raise ValueError(f"sample_ids: {sample_id!r} is not in the engine (finished, paused, or never added)")
-        return self._where[sample_id]
-
     def _take(
         self, sample_ids: Iterable[str] | None, take: Callable[[Instance, list[str]], list[Sample]]
     ) -> list[Sample]:
@@ -429,7 +423,7 @@ class SimulatedCluster:
         ids = list(self._where if sample_ids is None else dict.fromkeys(sample_ids))
         by_instance: dict[int, list[str]] = {}
         for sample_id in ids:
-            by_instance.setdefault(self._get(sample_id), []).append(sample_id)
+            by_instance.setdefault(find(self._where, sample_id), []).append(sample_id)
         taken: dict[str, Sample] = {}
         latest = self.clock.time
         for number, own in by_instance.items():

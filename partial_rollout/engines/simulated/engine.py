@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from longtail.events import Listener, ignore
 from longtail.partial_rollout.engine import EngineStats, StepOutput
-from longtail.partial_rollout.engines.simulated.checks import check_limit, check_sample
+from longtail.partial_rollout.engines.base import EngineBase, check_absent, check_distinct, find
+from longtail.partial_rollout.engines.simulated.checks import check_sample
 from longtail.partial_rollout.engines.simulated.clock import VirtualClock
 from longtail.partial_rollout.engines.simulated.config import SimulatedConfig
 from longtail.partial_rollout.engines.simulated.cost import LinearCost, StepSeconds, total_context
@@ -30,10 +31,11 @@ from longtail.partial_rollout.engines.simulated.sequence import SimulatedSequenc
 from longtail.partial_rollout.engines.simulated.timing import Timing
 from longtail.sample import FinishReason, Sample
 from longtail.sampling_params import check_known_fields
-from longtail.version import PolicyVersion, check_newer, check_version
+from longtail.sequence import limit_after
+from longtail.version import PolicyVersion, check_newer
 
 
-class SimulatedEngine:
+class SimulatedEngine(EngineBase[SimulatedSequence]):
     """Runs samples without a model, in virtual time.
 
     cost: seconds of a pass; by default each takes a second. lengths: of a sample, a function of nothing but it (asked
@@ -57,9 +59,9 @@ class SimulatedEngine:
         **settings: Any,
     ) -> None:
         check_known_fields(SimulatedConfig, settings)
-        check_version(version)
         self.config = config = SimulatedConfig(**settings)
-        self.name = name
+        self._journal: Journal = Journal(name, listener, self.now)
+        super().__init__(name, version, self._journal)
         self.lengths = lengths
         self.clock = VirtualClock() if clock is None else clock
         self.faults = Faults() if faults is None else faults
@@ -72,8 +74,6 @@ class SimulatedEngine:
             on_preempt=self._preempt,
         )
         self.records: Records = (Lists if config.materialise else Columns)(name, config.vocab_size)
-        self._version = PolicyVersion(version)
-        self._sequences: dict[str, SimulatedSequence] = {}
         self._used_up: dict[str, SimulatedSequence] = {}
         """Of these, those whose last observation left no room for output."""
         self._at_limit: dict[str, SimulatedSequence] = {}
@@ -85,22 +85,9 @@ class SimulatedEngine:
         self._new_weights = False
         """Running sequences go on under other weights than those of their last token."""
         self._timing = Timing(self.clock, LinearCost() if cost is None else cost)
-        self._journal = Journal(name, listener, self.now)
         self.clock.join(self)
 
     # -- the engine protocol ------------------------------------------------------------------------------------------
-
-    @property
-    def listener(self) -> Listener:
-        return self._journal.listener
-
-    @listener.setter
-    def listener(self, listener: Listener) -> None:
-        self._journal.listener = listener
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._version
 
     @property
     def tiers(self) -> None:
@@ -110,10 +97,6 @@ class SimulatedEngine:
     @property
     def num_free_slots(self) -> int:
         return max(self.config.slots - len(self._sequences), 0)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._sequences)
 
     @property
     def max_model_len(self) -> int | None:
@@ -131,15 +114,14 @@ class SimulatedEngine:
         """All or none are taken. ValueError names the sample, the field and the fix."""
         batch = samples if isinstance(samples, tuple) else tuple(samples)
         self.faults.begin_add(batch)
-        check_limit(limit)
+        limit_after(0, limit)
         endings = [self._ending(sample) for sample in batch]
-        if len(batch) > 1 and len({s.id for s in batch}) < len(batch):
-            raise ValueError("samples: two samples have the same id; every sample needs its own")
+        check_distinct(batch)
         for sample, ending in zip(batch, endings, strict=True):
             length = len(sample.output_ids)
             known = len(sample.prompt_ids) + length
             seq = SimulatedSequence(sample, self.scheduler.passes, ending, self._version, known)
-            seq.limit = None if limit is None else length + limit
+            seq.limit = limit_after(length, limit)
             self._sequences[sample.id] = seq
             if ending.emission <= length:
                 self._used_up[sample.id] = seq
@@ -148,9 +130,8 @@ class SimulatedEngine:
             sample.status = "waiting"
 
     def set_limit(self, sample_id: str, limit: int | None) -> None:
-        seq = self._get(sample_id)
-        check_limit(limit)
-        seq.limit = None if limit is None else seq.num_output_tokens + limit
+        seq = find(self._sequences, sample_id)
+        seq.limit = limit_after(seq.num_output_tokens, limit)
         self._at_limit.pop(sample_id, None)
         self.scheduler.plan(seq)
 
@@ -177,17 +158,9 @@ class SimulatedEngine:
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
         with self._journal.telling():
             ids = list(self._sequences if sample_ids is None else dict.fromkeys(sample_ids))
-            paused = [self._take_out(seq, "pause", snapshot) for seq in [self._get(i) for i in ids]]
+            paused = [self._take_out(seq, "pause", snapshot) for seq in [find(self._sequences, i) for i in ids]]
             self.clock.ran(self)
             return paused
-
-    def abort(self, sample_ids: Iterable[str], *, reason: FinishReason = "aborted") -> list[Sample]:
-        with self._journal.telling():
-            aborted = []
-            for seq in [self._get(i) for i in dict.fromkeys(sample_ids)]:
-                self._finish(seq, reason)
-                aborted.append(seq.sample)
-            return aborted
 
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """weights: anything. KV made by older weights is dropped, or kept if `kv_on_update` says so."""
@@ -212,26 +185,16 @@ class SimulatedEngine:
 
     def stats(self) -> EngineStats:
         """A block is a token; without `kv_tokens` there are none."""
-        c, capacity = self._journal.counts, self.config.kv_tokens
-        return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self._sequences) - len(self.scheduler.running),
-            num_free_blocks=0 if capacity is None else self.scheduler.num_free,
-            num_blocks=capacity or 0,
-            num_steps=c["steps"],
-            num_output_tokens=c["output"],
-            num_recomputed_tokens=c["recomputed"],
-            num_restored_tokens=c["restored"],
-            num_cached_tokens=c["cached"],
-            num_preemptions=c["preemptions"],
-        )
+        capacity = self.config.kv_tokens
+        free = 0 if capacity is None else self.scheduler.num_free
+        return self._stats(len(self.scheduler.running), free, capacity or 0)
 
     # -- beyond the protocol ------------------------------------------------------------------------------------------
 
     def fail(self, sample_id: str, failure: str = "ordered to fail", *, after: int = 0) -> None:
         """The sample fails when it has this many more output tokens and the next is due, unless it ends or leaves
         before."""
-        seq = self._get(sample_id)
+        seq = find(self._sequences, sample_id)
         if isinstance(after, bool) or not isinstance(after, int) or after < 0:
             raise ValueError(f"after must be an integer of at least 0 output tokens, not {after!r}")
         ending = Ending(seq.num_output_tokens + after, "failure", "error", failure)
@@ -485,12 +448,6 @@ class SimulatedEngine:
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _get(self, sample_id: str) -> SimulatedSequence:
-        if sample_id not in self._sequences:
-            raise ValueError(f"sample_ids: {sample_id!r} is not in the engine (finished, paused, or never added)")
-        return self._sequences[sample_id]
-
     def _ending(self, sample: Sample) -> Ending:
-        if sample.id in self._sequences:
-            raise ValueError(f"sample {sample.id} is already in the engine; pause or abort it first")
+        check_absent(sample, self._sequences)
         return check_sample(sample, self.lengths, self.config, self._version)

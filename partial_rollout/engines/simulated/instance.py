@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from longtail.events import ignore
 from longtail.partial_rollout.engine import StepOutput
+from longtail.partial_rollout.engines.base import find
 from longtail.partial_rollout.engines.simulated.engine import SimulatedEngine
 from longtail.sample import Sample
 
@@ -20,7 +21,7 @@ class Instance(SimulatedEngine):
 
     def limit_left(self, sample_id: str) -> int | None:
         """Of a sample's limit; at least 1."""
-        seq = self._get(sample_id)
+        seq = find(self._sequences, sample_id)
         return None if seq.limit is None else max(seq.limit - seq.num_output_tokens, 1)
 
     def plan(self) -> tuple[float, int] | None:

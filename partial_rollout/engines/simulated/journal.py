@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from longtail.events import Event, EventKind, Listener, ignore
-from longtail.partial_rollout.engines.telling import tell
+from longtail.partial_rollout.engines.telling import COUNTS, tell
 from longtail.sample import Sample
 
 Span = tuple[float, float]
 """Start and end."""
-COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions")
 
 
 class Journal:

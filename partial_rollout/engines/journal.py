@@ -1,4 +1,4 @@
-"""What an engine tells of its work: events to a listener, and running counts."""
+"""What an engine that runs a model tells of its work: events to a listener, and running counts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 
 from longtail.events import Event, EventKind, Listener
 from longtail.partial_rollout.engines.native.stepper import PassResult
-from longtail.partial_rollout.engines.telling import tell
+from longtail.partial_rollout.engines.telling import COUNTS, tell
 from longtail.sequence import Sequence
-
-COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions", "drafted", "accepted")
 
 
 class Journal:
