@@ -153,8 +153,9 @@ class _Run:
         self.config, self.trainer, self.checkpoints, self.progress = config, trainer, checkpoints, progress
         kept = [line for line in read_metrics(out / "metrics.jsonl") if line["step"] < trainer.num_steps]
         self.log = stack.enter_context(MetricsLog(out / "metrics.jsonl", kept))
-        self.evals = stack.enter_context(MetricsLog(out / "eval.jsonl", resume_at=trainer.num_steps + 1))
-        self.measured = {line["step"] for line in read_metrics(out / "eval.jsonl")}
+        evals = [line for line in read_metrics(out / "eval.jsonl") if line["step"] <= trainer.num_steps]
+        self.evals = stack.enter_context(MetricsLog(out / "eval.jsonl", evals))
+        self.measured = {line["step"] for line in evals}
         self.board = TensorBoard(out / "tensorboard")
         stack.callback(self.board.close)
 
