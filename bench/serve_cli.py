@@ -21,6 +21,13 @@ def serve(
     api_key_env: Annotated[
         str, typer.Option(help="Environment variable with a key that clients must send", show_default="none")
     ] = "",
+    weights_root: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Directory below which weights may be read for an update; may be repeated",
+            show_default="any on a loopback address, else none",
+        ),
+    ] = None,
     model_name: Annotated[str, typer.Option(help="As /v1/models has it", show_default="--model")] = "",
     engine: Annotated[str, typer.Option(help="native, or vllm")] = "native",
     slots: Annotated[int, typer.Option(min=1, help="Samples that run at once")] = 32,
@@ -62,6 +69,7 @@ def serve(
         port=port,
         dialect=cast(Any, dialect),  # checked there
         api_key=key,
+        weights_roots=tuple(weights_root or ()),
         model_name=model_name or model,
         max_samples=max_samples,
         max_body_bytes=max_body_mib << 20,
@@ -87,6 +95,9 @@ def serve(
     made = make_engine(engine, source, version=version, drafter=drafter, **settings)
     if tokenizer is None:
         console.print(f"{model} has no tokenizer: token ids only", style="yellow", highlight=False)
+    if not config.readable:
+        text = f"{host} is not loopback: no weights are taken; name their directory with --weights-root"
+        console.print(text, style="yellow", highlight=False)
     about = {"model_path": str(source), "engine": engine, "drafter": drafter, **settings, "version": version}
     with RolloutService(made, seed=seed, kept=kept) as service:
         run(
