@@ -75,7 +75,7 @@ def serve(
         max_body_bytes=max_body_mib << 20,
         grace_seconds=grace_seconds,
     )
-    from longtail.bench.models import resolve_model
+    from longtail.bench.models import resolve_model, tokenizer_of
     from longtail.partial_rollout.service import KeptConfig, RolloutService
     from longtail.trainer_adapter.server.serve import serve as run
 
@@ -91,7 +91,7 @@ def serve(
         "numerics": numerics,
         "threads": threads,
     }
-    tokenizer = _tokenizer(source)
+    tokenizer = tokenizer_of(source)
     made = make_engine(engine, source, version=version, drafter=drafter, **settings)
     if tokenizer is None:
         console.print(f"{model} has no tokenizer: token ids only", style="yellow", highlight=False)
@@ -107,12 +107,3 @@ def serve(
             about=about,
             started=lambda url: console.print(f"serving {config.model_name} on {url}", highlight=False, soft_wrap=True),
         )
-
-
-def _tokenizer(source: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, ImportError):
-        return None
