@@ -5,6 +5,7 @@
         checkpoints/             weights, optimiser, number of the step
         metrics.jsonl            one line a step      eval.jsonl    one line a measurement of the held-out pairs
         summary.json, model/     at the end
+        lock                     held by the process that trains
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longtail.bench import machine
+from longtail.bench.models import tokenizer_of
 from longtail.bench.trace import replacing
-from longtail.bench.train_model import export, tokenizer_of
+from longtail.bench.train_model import export
+from longtail.partial_rollout.directory_lock import locked
 from longtail.partial_rollout.engines.native.loader import load_model
 from longtail.trainer_adapter.checkpoint import Checkpoints, rng_state, set_rng_state
 from longtail.trainer_adapter.dpo_trainer import DPOConfig, DPOTrainer
@@ -103,18 +106,21 @@ def run(
     """Trains in the directory `out`. resume: goes on where a run with these settings stands there, if there is one.
     model: a resolved directory or hub id (None: config.model as it stands). -> what summary.json holds.
 
-    ValueError: settings, files or a run in `out` that do not fit."""
-    config = dataclasses.replace(config, threads=machine.use_threads(config.threads))
-    out, source = Path(out), str(model or config.model)
-    _check_directory(out, config, resume)
+    ValueError: settings, files or a run in `out` that do not fit. DirectoryLocked: a run is under way in `out`."""
     for path in (config.pairs, config.eval_pairs):
         if path is not None:
             check_pair_file(path)
+    with locked(Path(out)):  # before it is looked into: a run may just be beginning there
+        return _run(config, Path(out), resume, str(model or config.model), progress)
+
+
+def _run(config: DPORunConfig, out: Path, resume: bool, source: str, progress: Progress) -> dict[str, Any]:
+    config = dataclasses.replace(config, threads=machine.use_threads(config.threads))
+    _check_directory(out, config, resume)
     tokenizer = tokenizer_of(source)
     loaded, _ = load_model(source)
     pairs = load_pairs(config, loaded.config, tokenizer)
     progress("pairs", pairs)
-    out.mkdir(parents=True, exist_ok=True)
     trainer = DPOTrainer(
         make_policy(config, loaded),
         pairs.train,

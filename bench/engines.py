@@ -104,6 +104,15 @@ def speculation_of(engine: Any) -> dict[str, Any]:
     return {"speculation": None if engine.speculation is None else engine.speculation.report()}
 
 
+def batched_tokens(engine: Any) -> int:
+    """Tokens of a pass at the most; of a pool, whose engines `Engines` makes: of each."""
+    from longtail.partial_rollout.engines.native.config import NativeConfig
+    from longtail.partial_rollout.pool import EnginePool
+
+    config = NativeConfig() if isinstance(engine, EnginePool) else engine.config
+    return int(config.max_num_batched_tokens)
+
+
 def ending(engine: Any) -> contextlib.AbstractContextManager[Any]:
     """Ends what was started for it."""
     from longtail.partial_rollout.pool import EnginePool

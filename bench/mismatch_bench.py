@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtail.bench.machine import describe
+from longtail.bench.models import tokenizer_of
 from longtail.sample import Group
 from longtail.sampling_params import SamplingParams
 
@@ -219,13 +220,10 @@ def _roll_out(
 
 
 def _prompts(config: MismatchBenchConfig, vocab: int) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
     from longtail.bench.tasks import load_tasks, prompt_ids
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
-    except (OSError, ValueError):  # a model without one
+    tokenizer = tokenizer_of(config.model)
+    if tokenizer is None:
         return _random_prompts(config.prompts, vocab, config.seed)
     return [prompt_ids(task, tokenizer) for task in load_tasks(config.tasks, config.prompts, config.seed)]
 

@@ -105,6 +105,26 @@ def smollm2_135m(cache_dir: Path | None = None, progress: Progress | None = None
     return _cached("smollm2-135m", cache_dir, build)
 
 
+def tokenizer_of(source: str | Path) -> Any:
+    """Of `transformers`; None for a model without one."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ImportError):
+        return None
+
+
+def needed_tokenizer(source: str | Path) -> Any:
+    """The same; ValueError for a model without one."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"model: {source} has no tokenizer, which the tasks need ({error})") from error
+
+
 def tiny_llama(cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
     return _tiny("tiny-llama", "LlamaConfig", cache_dir)
 

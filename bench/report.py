@@ -106,6 +106,8 @@ _DEFINITIONS = {
     "acceptance length": "tokens that a verified draft brings, the target's own one included",
     "scheduling": "step time outside the model, sampling and drafting",
     "switch": "saving and restoring KV, and updating weights",
+    "evaluate": "measuring the policy on held-out prompts, their generation and grading included",
+    "checkpoint": "writing down what the run goes on from",
     "idle": "wall time in no other part",
 }
 
@@ -158,7 +160,7 @@ def render(
         iterations=_iteration_rows(summary),
         iteration_columns=[label for label, _, _ in _ITERATION_TABLE],
         settings=_settings_rows(settings),
-        meta=[(key, _text(value)) for key, value in meta.items()],
+        meta=_meta_rows(meta, settings),
         definitions=_DEFINITIONS,
     )
 
@@ -297,6 +299,18 @@ def _settings_rows(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str,
     """Settings of the runs side by side, in order of first mention."""
     keys = dict.fromkeys(key for values in settings.values() for key in values)
     return [(key, [_text(values.get(key)) for values in settings.values()]) for key in keys]
+
+
+def _meta_rows(meta: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """What the settings of the runs do not say already. Of several sources "key (source)" is about the runs
+    "source/...": see `run_files.load`."""
+    rows = []
+    for name, value in meta.items():
+        key, _, source = name.removesuffix(")").partition(" (")
+        own = [of for run, of in settings.items() if not source or run.startswith(f"{source}/")]
+        if not own or any(key not in of or _text(of[key]) != _text(value) for of in own):
+            rows.append((name, _text(value)))
+    return rows
 
 
 def _text(value: Any) -> str:

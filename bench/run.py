@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtail.bench import analysis, machine
-from longtail.bench.engines import Engines, check_engine, ending, renew_drafter, speculation_of
+from longtail.bench.engines import Engines, batched_tokens, check_engine, ending, renew_drafter, speculation_of
+from longtail.bench.models import needed_tokenizer
 from longtail.bench.strategy_specs import BUDGET_SHARE, check_specs, samples_for, strategy_for
 from longtail.bench.tasks import Task, grade_request, load_tasks, prompt_ids
 from longtail.bench.trace import TraceWriter, replacing
 from longtail.events import Event, Listener
-from longtail.partial_rollout.engines.native.config import NativeConfig
 from longtail.partial_rollout.grading import GradeRequest, GraderPool
 from longtail.partial_rollout.length_bias import LengthBiasWarning
 from longtail.partial_rollout.rollout import Rollout
@@ -110,10 +110,8 @@ def run(
     config: BenchConfig, *, model: str | Path | None = None, progress: Progress = lambda name, event: None
 ) -> BenchResult:
     """model: a resolved directory or hub id; None takes config.model as it stands."""
-    from transformers import AutoTokenizer
-
     source = str(model or config.model)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = needed_tokenizer(source)
     tasks = load_tasks(config.tasks, config.prompts * config.iterations, config.seed)
     prompts = [prompt_ids(task, tokenizer) for task in tasks]
     engine = Engines(config.engines, config.ray, config.engine).make(
@@ -257,7 +255,7 @@ def _run_strategy(
         "strategy": strategy.name,
         "prompts_per_iteration": config.prompts,
         "token_budget": getattr(strategy, "tokens", None),
-        "max_num_batched_tokens": NativeConfig().max_num_batched_tokens,
+        "max_num_batched_tokens": batched_tokens(engine),
     }
     listen(Event("run_start", engine.now(), detail=json.dumps(settings)))
     engine.listener = listen

@@ -21,6 +21,13 @@ def serve(
     api_key_env: Annotated[
         str, typer.Option(help="Environment variable with a key that clients must send", show_default="none")
     ] = "",
+    weights_root: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Directory below which weights may be read for an update; may be repeated",
+            show_default="any on a loopback address, else none",
+        ),
+    ] = None,
     model_name: Annotated[str, typer.Option(help="As /v1/models has it", show_default="--model")] = "",
     engine: Annotated[str, typer.Option(help="native, or vllm")] = "native",
     slots: Annotated[int, typer.Option(min=1, help="Samples that run at once")] = 32,
@@ -62,12 +69,13 @@ def serve(
         port=port,
         dialect=cast(Any, dialect),  # checked there
         api_key=key,
+        weights_roots=tuple(weights_root or ()),
         model_name=model_name or model,
         max_samples=max_samples,
         max_body_bytes=max_body_mib << 20,
         grace_seconds=grace_seconds,
     )
-    from longtail.bench.models import resolve_model
+    from longtail.bench.models import resolve_model, tokenizer_of
     from longtail.partial_rollout.service import KeptConfig, RolloutService
     from longtail.trainer_adapter.server.serve import serve as run
 
@@ -83,10 +91,13 @@ def serve(
         "numerics": numerics,
         "threads": threads,
     }
-    tokenizer = _tokenizer(source)
+    tokenizer = tokenizer_of(source)
     made = make_engine(engine, source, version=version, drafter=drafter, **settings)
     if tokenizer is None:
         console.print(f"{model} has no tokenizer: token ids only", style="yellow", highlight=False)
+    if not config.readable:
+        text = f"{host} is not loopback: no weights are taken; name their directory with --weights-root"
+        console.print(text, style="yellow", highlight=False)
     about = {"model_path": str(source), "engine": engine, "drafter": drafter, **settings, "version": version}
     with RolloutService(made, seed=seed, kept=kept) as service:
         run(
@@ -96,12 +107,3 @@ def serve(
             about=about,
             started=lambda url: console.print(f"serving {config.model_name} on {url}", highlight=False, soft_wrap=True),
         )
-
-
-def _tokenizer(source: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, ImportError):
-        return None

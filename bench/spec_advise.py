@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longtail.bench.machine import describe
-from longtail.bench.models import resolve_model
+from longtail.bench.models import needed_tokenizer, resolve_model
 from longtail.bench.spec_oracle import Counting, Noise
 from longtail.bench.spec_replay import Recorded, Replayed, replay
 from longtail.sample import Group
@@ -202,11 +202,9 @@ def run(config: AdviseConfig, progress: Callable[[str], None]) -> dict[str, Any]
 
 def make_rollouts(engine: NativeEngine, source: str | Path, config: AdviseConfig, until: float) -> list[list[Recorded]]:
     """Samples of the task mix, as far as they come until then (a time of perf_counter)."""
-    from transformers import AutoTokenizer
-
     from longtail.bench.tasks import load_tasks, prompt_ids
 
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = needed_tokenizer(source)
     count = max(4 * -(-engine.config.max_num_seqs // config.group_size), 8)
     prompts = [prompt_ids(task, tokenizer) for task in load_tasks(config.tasks, count, config.seed)]
     groups = [Group.from_prompt(f"advise {i}", prompt, config.params(i)) for i, prompt in enumerate(prompts)]

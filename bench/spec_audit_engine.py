@@ -7,17 +7,20 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from longtail.bench.spec_audit_reference import Book, Tokens
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
+from longtail.spec_decode.choice import FirstOf, make_drafter
 from longtail.spec_decode.drafter import Draft, Drafter, DraftRequest
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from longtail.partial_rollout.engine import Engine
+    from longtail.partial_rollout.engines.native.target import Target
 
 Verification = Literal["match", "rejection"]
 DraftChoice = str | Drafter
@@ -137,9 +140,31 @@ class Recorder:
         self.drafter.forget(sample_id)
 
 
+class ModelRecorder(Recorder):
+    """Of a drafter that runs a model of the native engine (`engines/native/target.py`)."""
+
+    @property
+    def wants_hidden(self) -> bool:
+        return bool(getattr(self.drafter, "wants_hidden", False))
+
+    def bind(self, target: Target) -> None:
+        cast(Any, self.drafter).bind(target)
+
+    def take_hidden(self, sample: Sample, start: int, hidden: torch.Tensor) -> None:
+        cast(Any, self.drafter).take_hidden(sample, start, hidden)
+
+
+def recorded(drafter: Drafter, notes: dict[str, list[tuple[int, list[int]]]]) -> Drafter:
+    """The same drafter, with notes of what it proposes. Of a composition each part is noted: one is asked where those
+    before it are silent, so what is noted is what the composition proposes."""
+    if isinstance(drafter, FirstOf):
+        return FirstOf([recorded(part, notes) for part in drafter.drafters])
+    return (ModelRecorder if hasattr(drafter, "bind") else Recorder)(drafter, notes)
+
+
 class EngineUnderAudit:
-    """An `Engine` of this project. use_drafter: makes it draft with this drafter, up to so many tokens a step. What it
-    proposes is noted if it comes as an object, or by a name that `make_drafter` knows."""
+    """An `Engine` of this project. use_drafter: makes it draft with this drafter, up to so many tokens a step; make:
+    the drafter of a name, by default `make_drafter`."""
 
     def __init__(
         self,
@@ -151,8 +176,9 @@ class EngineUnderAudit:
         exact: bool,
         verification: Verification = "match",
         decode: Callable[[Sequence[int]], str] | None = None,
+        make: Callable[[str], Drafter] = make_drafter,
     ) -> None:
-        self.engine, self.use_drafter = engine, use_drafter
+        self.engine, self.use_drafter, self.make = engine, use_drafter, make
         self.name = engine.name
         self.vocab_size, self.eos, self.exact, self.verification = vocab_size, eos, exact, verification
         self.decode = decode
@@ -166,11 +192,9 @@ class EngineUnderAudit:
         if drafter is None:
             self.use_drafter(None, 0)
             return
-        from longtail.spec_decode.choice import make_drafter
-
         self._notes = {}
-        made = make_drafter(drafter) if isinstance(drafter, str) else drafter
-        self.use_drafter(Recorder(made, self._notes), length)
+        made = self.make(drafter) if isinstance(drafter, str) else drafter
+        self.use_drafter(recorded(made, self._notes), length)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seeds: Sequence[int]
@@ -210,6 +234,7 @@ def native_engine(
 ) -> EngineUnderAudit:
     """The native engine on a model; settings as in `NativeConfig`. ValueError if the model cannot draft."""
     from longtail import NativeEngine
+    from longtail.partial_rollout.engines.native.drafters import native_drafter
     from longtail.spec_decode.controller import FixedLength
 
     engine = NativeEngine(
@@ -235,6 +260,7 @@ def native_engine(
         eos=tuple(engine.spec.eos_token_ids),
         exact=numerics == "exact",
         decode=None if tokenizer is None else tokenizer.decode,
+        make=lambda name: native_drafter(name, numerics),
     )
 
 

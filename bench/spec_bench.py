@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from longtail.bench.engine_bench import BenchFailed, quantiles, ratios
 from longtail.bench.machine import describe
-from longtail.bench.models import resolve_model
+from longtail.bench.models import needed_tokenizer, resolve_model
 from longtail.bench.spec_oracle import Counting, Oracle
 from longtail.sample import Group, Sample
 from longtail.sampling_params import SamplingParams
@@ -175,7 +175,7 @@ class _Bench:
         self.contestants += [Contestant(name, length) for name in config.drafters for length in config.lengths]
         progress(f"loading {config.model}")
         source = resolve_model(str(config.model))
-        tokenizer = _tokenizer(source)
+        tokenizer = needed_tokenizer(source)
         tasks = load_tasks(config.tasks, config.num_groups, config.seed)
         self.prompts = [prompt_ids(task, tokenizer) for task in tasks]
         self.groups = self._new_groups()
@@ -308,12 +308,6 @@ def _right(name: str) -> float | None:
     if not re.fullmatch(r"oracle:(0(\.\d+)?|1(\.0+)?|\.\d+)", name):
         raise ValueError(f'drafters: {name!r} is not "oracle:P" with a probability P from 0 to 1, as in oracle:0.8')
     return float(name.partition(":")[2])
-
-
-def _tokenizer(source: str | Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(source)
 
 
 # ---- figures

@@ -2,7 +2,8 @@
 
 Under match verification a draft token is accepted where it equals the token that the target sampled, and the stream
 does not depend on the drafts. So recorded tokens tell exactly what a drafter would have reached, without the model:
-draft at a position, accept while the draft equals the record, commit that and one token more, go on behind it.
+draft at a position, accept while the draft equals the record, commit that and one token more, go on behind it. Of a
+tree the branch is followed that equals the record.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
-from longtail.spec_decode.drafter import Drafter, DraftRequest
+from longtail.spec_decode.drafter import Draft, Drafter, DraftRequest
 from longtail.version import PolicyVersion
 
 Recorded = tuple[Sequence[int], Sequence[int]]
@@ -70,6 +71,19 @@ def replay(
     return out
 
 
+def follow(draft: Draft, tokens: Sequence[int]) -> tuple[int, bool]:
+    """-> how many of the tokens the draft has, in the branch that agrees, and whether it goes on there with others."""
+    parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
+    node = -1
+    for taken, token in enumerate([*tokens, None]):
+        children = [i for i, parent in enumerate(parents) if parent == node]
+        same = [i for i in children if draft.tokens[i] == token]
+        if not same:
+            return taken, bool(children)
+        node = same[0]
+    raise AssertionError("not reached")
+
+
 def _sample(g: int, i: int, group: Sequence[Recorded]) -> Sample:
     prompt = tuple(group[i][0])
     return Sample(id=f"{g}/{i}", group_id=str(g), index=i, prompt_ids=prompt, params=SamplingParams(), seed=0)
@@ -86,10 +100,8 @@ def _step(drafter: Drafter, sample: Sample, output: list[int], max_draft: int, o
     if start == len(output):
         return
     (draft,) = drafter.propose([DraftRequest(sample, min(max_draft, len(output) - start - 1))])
-    taken = 0
-    while taken < len(draft) and draft.tokens[taken] == output[start + taken]:
-        taken += 1
-    for j in range(min(taken + 1, len(draft))):
+    taken, goes_on = follow(draft, output[start : start + len(draft)])
+    for j in range(taken + goes_on):
         if j == len(out.judged_by_position):
             out.judged_by_position.append(0)
             out.accepted_by_position.append(0)

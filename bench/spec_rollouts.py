@@ -90,12 +90,11 @@ def generate(
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Rollout]:
     """Groups of samples of `bench/tasks.py` prompts, made by the native engine."""
-    from transformers import AutoTokenizer
-
     from longtail import Group, NativeEngine, SamplingParams
+    from longtail.bench.models import needed_tokenizer
     from longtail.bench.tasks import load_tasks, prompt_ids
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = needed_tokenizer(target)
     engine = NativeEngine(target, max_num_seqs=32, numerics="fast")
     params = SamplingParams(n=group_size, temperature=temperature, max_tokens=max_tokens, seed=seed)
     groups = [Group.from_prompt(t.id, prompt_ids(t, tokenizer), params) for t in load_tasks(tasks, prompts, seed)]

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from longtail.bench.engine_bench import BenchFailed
 from longtail.bench.machine import describe
+from longtail.bench.models import needed_tokenizer
 
 if TYPE_CHECKING:
     from longtail.bench.staleness_drift import Drift
@@ -147,7 +148,7 @@ class _Bench:
         progress(f"loading {config.weights[0] if config.weights else config.model}")
         self.model = load_model(config.weights[0] if config.weights else config.model)[0]
         self.engine = self._engine("recompute")
-        self.tokenizer = _tokenizer(config.model)
+        self.tokenizer = needed_tokenizer(config.model)
         self.contexts = self._contexts()
         self.replay = Replay(self.engine, max(len(c.ids) for c in self.contexts))
 
@@ -346,12 +347,3 @@ def mixed_history(age: int, newest: int) -> History:
     from longtail.bench.staleness_replay import History
 
     return History(tuple((newest - age + i, (i + 1) / age) for i in range(age)))
-
-
-def _tokenizer(model: str | Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"model: {model} has no tokenizer, which the tasks need ({error})") from error

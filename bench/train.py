@@ -31,12 +31,13 @@ from typing import Any, NamedTuple, Protocol
 
 from longtail.bench import analysis, machine
 from longtail.bench.analysis.parts import SWITCH, TIMED, own_seconds
+from longtail.bench.models import tokenizer_of
 from longtail.bench.run import BenchResult, write
 from longtail.bench.trace import TraceWriter, read_trace, replacing
 from longtail.bench.train_config import FRESH, RunConfig, unlike
 from longtail.bench.train_evaluation import evaluate
 from longtail.bench.train_grading import SettledGrader
-from longtail.bench.train_model import export, make_engine, make_policy, tokenizer_of
+from longtail.bench.train_model import export, make_engine, make_policy
 from longtail.bench.train_tasks import Prompts, load_prompts
 from longtail.errors import StoreError, TraceError
 from longtail.events import Event
@@ -214,7 +215,6 @@ class _Life:
         }
         self.listen(Event("run_start", self.engine.now(), detail=json.dumps(settings)))
         self.engine.listener = self.listen
-        self.extra = {"evaluate": 0.0, "checkpoint": 0.0}
         self.since = self.engine.now()
         while self.version < config.steps:
             self._iteration(self.version)
@@ -277,7 +277,7 @@ class _Life:
         self.evaluated.add(step)
         self.board.write({"step": step, "eval": figures})
         self.progress("eval", line)
-        self.extra["evaluate"] += self.engine.now() - start
+        self.listen(Event("evaluate", start, self.engine.now() - start))
 
     def _checkpoint(self) -> None:
         start = self.engine.now()
@@ -297,7 +297,7 @@ class _Life:
         if len(self.deliveries) >= self.config.keep:
             self.store.prune(self.deliveries[-self.config.keep])
         self._write_trace()
-        self.extra["checkpoint"] += self.engine.now() - start
+        self.listen(Event("checkpoint", start, self.engine.now() - start))
 
     # -- what is written down -----------------------------------------------------------------------------------------
 
@@ -310,15 +310,13 @@ class _Life:
     def _columns(self) -> dict[str, float]:
         """Seconds since the last step's line: they add up to wall."""
         now = self.engine.now()
-        columns = dict.fromkeys(("generate", "grade", "switch", "train"), 0.0)
-        places = {"step": "generate", "grade": "grade", "wait": "grade", "train": "train"}
-        places |= dict.fromkeys(SWITCH, "switch")
+        columns = dict.fromkeys(("generate", "grade", "switch", "train", "evaluate", "checkpoint"), 0.0)
+        places = {"step": "generate", "wait": "grade", **dict.fromkeys(SWITCH, "switch")}
         for span, seconds in zip(self.spans, own_seconds(self.spans, self.since, now), strict=True):
-            columns[places[span.kind]] += seconds
+            columns[places.get(span.kind, span.kind)] += seconds
         wall = now - self.since
-        columns |= self.extra
         columns["idle"] = max(0.0, wall - sum(columns.values()))
-        self.spans, self.since, self.extra = [], now, dict.fromkeys(self.extra, 0.0)
+        self.spans, self.since = [], now
         return columns | {"wall": wall}
 
     def _line(

@@ -75,13 +75,3 @@ def export(source: str, weights: Mapping[str, torch.Tensor], tokenizer: Any, dir
     if directory.exists():
         shutil.rmtree(directory)
     fresh.rename(directory)
-
-
-def tokenizer_of(source: str) -> Any:
-    """None for a model without one."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):
-        return None

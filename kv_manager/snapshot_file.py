@@ -30,6 +30,7 @@ from typing import Any, get_args
 import torch
 
 from longtail.errors import SnapshotCorrupt
+from longtail.files import flush
 from longtail.kv_manager.encoding import Encoding, Shapes, encoded_shapes
 from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.part_name import TEMPORARY, is_part_name
@@ -153,7 +154,7 @@ def write_part(directory: Path, name: str, header: PartHeader, tensors: Mapping[
         finally:
             os.close(descriptor)
         os.replace(temporary, final)
-        _sync_directory(directory)
+        flush(directory)
     except BaseException:
         for file in (temporary, final):
             with contextlib.suppress(OSError):
@@ -283,11 +284,3 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 def _write(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

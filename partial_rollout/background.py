@@ -11,9 +11,11 @@ outside that thread reads or writes a `Sample`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import heapq
 import math
 import os
+import queue
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -53,6 +55,53 @@ class Background(Protocol[Request_contra, Result]):
     def close(self) -> None:
         """Ends everything; what is pending gets no result. Does not wait for work that hangs. May be called twice."""
         ...
+
+
+class Job(Protocol):
+    @property
+    def sample_id(self) -> str: ...
+
+
+JobT = TypeVar("JobT", bound=Job)
+
+
+class Arrivals(Generic[JobT, Result]):
+    """What other threads bring for the jobs of the thread that owns it. A result counts while its job is pending: one
+    that was cancelled, and perhaps submitted again, gets none. An exception in its place is raised by who takes it."""
+
+    def __init__(self) -> None:
+        self.pending: dict[str, JobT] = {}
+        """By sample; the owner's."""
+        self._arrived: queue.SimpleQueue[tuple[JobT, Result | BaseException]] = queue.SimpleQueue()
+
+    def put(self, job: JobT, result: Result | BaseException) -> None:
+        """From any thread."""
+        self._arrived.put((job, result))
+
+    def poll(self) -> list[Result]:
+        results: list[Result] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                results += self._taken(*self._arrived.get_nowait())
+        return results
+
+    def wait(self, seconds: float | None = None) -> list[Result]:
+        """Blocks until there is a result; [] if none is pending. TimeoutError where nothing comes for so long."""
+        results = self.poll()
+        while self.pending and not results:
+            try:
+                results += self._taken(*self._arrived.get(timeout=seconds))
+            except queue.Empty:
+                raise TimeoutError from None
+        return results + self.poll()
+
+    def _taken(self, job: JobT, result: Result | BaseException) -> list[Result]:
+        if self.pending.get(job.sample_id) is not job:
+            return []
+        del self.pending[job.sample_id]
+        if isinstance(result, BaseException):
+            raise result
+        return [result]
 
 
 class Clock(Protocol):

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import queue
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from longtail.errors import LongtailError
-from longtail.partial_rollout.background import check_submit, describe, shorten
+from longtail.partial_rollout.background import Arrivals, check_submit, describe, shorten
 from longtail.sample import OBSERVATION, Sample
 
 
@@ -150,43 +149,34 @@ class EnvironmentRunner:
         self.environment = environment
         self.timeout = float(timeout)
         self.max_concurrency = max_concurrency
-        self._pending: dict[str, TurnRequest] = {}
-        self._results: queue.SimpleQueue[tuple[TurnRequest, Turn | BaseException]] = queue.SimpleQueue()
+        self._turns: Arrivals[TurnRequest, Turn] = Arrivals()
         self._closed = False
-        self._work = _Work(environment, self.timeout, max_concurrency, self._results.put)
+        self._work = _Work(environment, self.timeout, max_concurrency, self._turns.put)
         self._thread = threading.Thread(target=self._work.run, name="environment", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return len(self._turns.pending)
 
     def submit(self, request: TurnRequest) -> None:
-        check_submit(request.sample_id, self._pending, self._closed)
-        self._pending[request.sample_id] = request
+        check_submit(request.sample_id, self._turns.pending, self._closed)
+        self._turns.pending[request.sample_id] = request
         self._work.call(self._work.begin, request)
 
     def poll(self) -> list[Turn]:
-        turns: list[Turn] = []
-        while True:
-            try:
-                self._take(*self._results.get_nowait(), turns)
-            except queue.Empty:
-                return turns
+        return self._turns.poll()
 
     def wait(self) -> list[Turn]:
         """LongtailError, naming the place, if the environment's code blocks the loop."""
-        turns = self.poll()
-        while self._pending and not turns:
-            try:
-                self._take(*self._results.get(timeout=self.timeout + self.GRACE_SECONDS), turns)
-            except queue.Empty:
-                raise LongtailError(
-                    f"environment {type(self.environment).__name__} blocks the event loop{self._place()}, so that "
-                    f"{len(self._pending)} turns wait for it: let it await, or use asyncio.to_thread"
-                ) from None
-        return turns + self.poll()
+        try:
+            return self._turns.wait(self.timeout + self.GRACE_SECONDS)
+        except TimeoutError:
+            raise LongtailError(
+                f"environment {type(self.environment).__name__} blocks the event loop{self._place()}, so that "
+                f"{self.num_pending} turns wait for it: let it await, or use asyncio.to_thread"
+            ) from None
 
     def next_time(self) -> None:
         return None
@@ -195,7 +185,7 @@ class EnvironmentRunner:
         """The samples are over: their turns are cancelled, if one is pending, and the environment releases them."""
         ids = tuple(sample_ids)
         for sample_id in ids:
-            self._pending.pop(sample_id, None)
+            self._turns.pending.pop(sample_id, None)
         if ids and not self._closed:
             self._work.call(self._work.forget, *ids)
 
@@ -203,7 +193,7 @@ class EnvironmentRunner:
         if self._closed:
             return
         self._closed = True
-        self._pending.clear()
+        self._turns.pending.clear()
         atexit.unregister(self.close)
         self._work.call(self._work.stop)
         self._thread.join(self.GRACE_SECONDS)  # a daemon: if its loop is blocked it is left behind
@@ -213,14 +203,6 @@ class EnvironmentRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _take(self, request: TurnRequest, result: Turn | BaseException, turns: list[Turn]) -> None:
-        if self._pending.get(request.sample_id) is not request:
-            return  # cancelled, and perhaps submitted again
-        del self._pending[request.sample_id]
-        if isinstance(result, BaseException):
-            raise result
-        turns.append(result)
 
     def _place(self) -> str:
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -240,7 +222,7 @@ class _Work:
         environment: Environment,
         timeout: float,
         max_concurrency: int | None,
-        put: Callable[[tuple[TurnRequest, Turn | BaseException]], None],
+        put: Callable[[TurnRequest, Turn | BaseException], None],
     ) -> None:
         self._environment = environment
         self._timeout = timeout
@@ -268,7 +250,7 @@ class _Work:
     def begin(self, request: TurnRequest) -> None:
         def ended(turn: asyncio.Task[None]) -> None:
             if not turn.cancelled() and (error := turn.exception()) is not None:  # a bug of ours: poll() raises it
-                self._put((request, error))
+                self._put(request, error)
 
         turn = self._loop.create_task(self._turn(request))
         self._turns[request.sample_id] = turn
@@ -319,7 +301,7 @@ class _Work:
         if observation is None or observation.done:
             self._forget(request.sample_id)
         turn = Turn(sample_id=request.sample_id, observation=observation, failure=failure, seconds=seconds)
-        self._put((request, turn))
+        self._put(request, turn)
 
     async def _answer(self, request: TurnRequest) -> tuple[Observation | None, str | None]:
         try:

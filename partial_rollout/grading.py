@@ -35,7 +35,7 @@ from multiprocessing.connection import Pipe
 from typing import Any
 
 from longtail.partial_rollout import grader_worker
-from longtail.partial_rollout.background import check_submit, describe
+from longtail.partial_rollout.background import Arrivals, check_submit, describe
 from longtail.sample import FinishReason, Sample
 
 
@@ -129,9 +129,8 @@ class GraderPool:
         self._hello = pickle.dumps(
             {"timeout": self.timeout, "main": grader_worker.main_module(), "grader": _pickle_grader(grader)}
         )
-        self._pending: dict[str, _Job] = {}
+        self._grades: Arrivals[_Job, Grade] = Arrivals()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[_Job, Grade | BaseException]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """Of `_live`, `_closed` and the fields of jobs that several threads write."""
         self._live: set[_Worker] = set()
@@ -155,10 +154,10 @@ class GraderPool:
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return len(self._grades.pending)
 
     def submit(self, request: GradeRequest) -> None:
-        check_submit(request.sample_id, self._pending, self._closed)
+        check_submit(request.sample_id, self._grades.pending, self._closed)
         try:
             payload = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # the task's own methods run here
@@ -166,22 +165,14 @@ class GraderPool:
                 f"task of {request.sample_id} cannot be sent to a worker ({describe(error)}): make it "
                 "plain data, or of a class at the top level of an importable module"
             ) from error
-        job = self._pending[request.sample_id] = _Job(request.sample_id, payload)
+        job = self._grades.pending[request.sample_id] = _Job(request.sample_id, payload)
         self._jobs.put(job)
 
     def poll(self) -> list[Grade]:
-        grades: list[Grade] = []
-        while True:
-            try:
-                self._take(*self._results.get_nowait(), grades)
-            except queue.Empty:
-                return grades
+        return self._grades.poll()
 
     def wait(self) -> list[Grade]:
-        grades = self.poll()
-        while self._pending and not grades:
-            self._take(*self._results.get(), grades)
-        return grades + self.poll()
+        return self._grades.wait()
 
     def next_time(self) -> None:
         return None
@@ -189,7 +180,7 @@ class GraderPool:
     def cancel(self, sample_ids: Iterable[str]) -> None:
         """A request that runs loses its worker, by SIGKILL."""
         for sample_id in sample_ids:
-            job = self._pending.pop(sample_id, None)
+            job = self._grades.pending.pop(sample_id, None)
             if job is None:
                 continue
             with self._lock:
@@ -204,7 +195,7 @@ class GraderPool:
             self._closed = True
             for worker in self._live:
                 worker.kill()
-        self._pending.clear()
+        self._grades.pending.clear()
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -217,14 +208,6 @@ class GraderPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self, job: _Job, result: Grade | BaseException, grades: list[Grade]) -> None:
-        if self._pending.get(job.sample_id) is not job:
-            return  # cancelled, and perhaps submitted again
-        del self._pending[job.sample_id]
-        if isinstance(result, BaseException):
-            raise result
-        grades.append(result)
-
     # What follows runs in the threads, one for each worker.
 
     def _serve(self, worker: _Worker | None) -> None:
@@ -236,7 +219,7 @@ class GraderPool:
                 self._end(worker)
                 result, worker = error, None
             job.payload = b""
-            self._results.put((job, result))
+            self._grades.put(job, result)
         self._end(worker)
 
     def _grade(self, job: _Job, worker: _Worker | None) -> tuple[Grade, _Worker | None]:

@@ -11,26 +11,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import os
 import shutil
 import sqlite3
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longtail.errors import StoreCorrupt, StoreError, StoreFull, StoreLocked
+from longtail.errors import DirectoryLocked, StoreCorrupt, StoreError, StoreFull, StoreLocked
+from longtail.partial_rollout.directory_lock import take_lock
 
 FILE = "samples.sqlite"
-LOCK = "lock"
 PAGE_BYTES = 1 << 14
 """Several samples to a page: with SQLite's 4 KiB, a sample of 200 tokens would leave a page nearly half empty."""
 CACHE_BYTES = 32 << 20
-LINGER_SECONDS = 2.0
-"""For which the lock of a dead process is waited for: one that was killed while it started another program leaves a
-copy of itself, which holds the lock until it has become that program."""
 LOG_BYTES = 4 << 20
 """From this size on the log is written back into the file."""
 
@@ -224,39 +219,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _take_lock(owner: SqliteFile, directory: Path) -> Callable[[], object]:
     """-> what gives it back; also called when the owner is garbage."""
-    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    give_up = time.monotonic() + LINGER_SECONDS
     try:
-        while not _locks(descriptor):
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-            if _lives(holder) or time.monotonic() > give_up:
-                who = "this process" if holder == str(os.getpid()) else f"process {holder or 'unknown'}"
-                raise StoreLocked(f"{directory} is open in {who}; one at a time: close it there first")
-            time.sleep(0.01)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        descriptor = take_lock(directory)
+    except DirectoryLocked as error:
+        raise StoreLocked(str(error)) from None
     return weakref.finalize(owner, os.close, descriptor)
-
-
-def _locks(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _lives(holder: str) -> bool:
-    try:
-        os.kill(int(holder), 0)
-    except (ValueError, OverflowError, ProcessLookupError):
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 # ---- errors

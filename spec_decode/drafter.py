@@ -49,6 +49,18 @@ class Draft:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def paths(self) -> list[tuple[list[int], float | None]]:
+        """Each way from the sample's last token to a leaf: its tokens, and the drafter's estimate that all of them are
+        accepted (None if it makes none). The likeliest first; of a path there is one, of nothing none."""
+        parents = range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
+        reached: list[tuple[list[int], float | None]] = []
+        for i, (token, parent) in enumerate(zip(self.tokens, parents, strict=True)):
+            before, prob = reached[parent] if parent >= 0 else ([], None if self.probs is None else 1.0)
+            reached.append(([*before, token], None if self.probs is None or prob is None else prob * self.probs[i]))
+        inner = set(parents)
+        leaves = [node for i, node in enumerate(reached) if i not in inner]
+        return sorted(leaves, key=lambda leaf: -(leaf[1] or 0.0))
+
     def cut(self, length: int) -> Draft:
         """The first `length` tokens: a prefix of the path, or the tree's first nodes, which are a tree as well."""
         if length >= len(self.tokens):

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from longtail.errors import LongtailError
+from longtail.files import flush
 
 FORMAT, VERSION = "longtail-checkpoint", 1
 _MANIFEST, _STATE, _TENSORS = "checkpoint.json", "state.json", "tensors.safetensors"
@@ -79,7 +80,7 @@ class Checkpoints:
             if final.exists():
                 os.rename(final, self._old(final))
             os.rename(fresh, final)
-            _sync(self.directory)
+            flush(self.directory)
             shutil.rmtree(self._old(final), ignore_errors=True)
             for old in self.steps()[: -self.keep]:
                 self._discard(self._path(old))
@@ -103,12 +104,12 @@ class Checkpoints:
         (directory / _STATE).write_text(text)
         files = {}
         for name in (_TENSORS, _STATE):
-            _sync(directory / name)
+            flush(directory / name)
             files[name] = _digest(directory / name)
         manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
         (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        _sync(directory / _MANIFEST)
-        _sync(directory)
+        flush(directory / _MANIFEST)
+        flush(directory)
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, whole or damaged, ascending."""
@@ -181,14 +182,6 @@ def _read(path: Path, step: int) -> dict[str, Any]:
 def _digest(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,9 @@ from longtail.bench.analysis.base import pieces, split_runs, table
 
 GENERATE = ("prefill", "decode", "verify", "drafting", "sampling", "scheduling")
 SWITCH = ("save", "restore", "update")
-PARTS = (*GENERATE, *SWITCH, "grade", "wait", "train", "idle")
+PARTS = (*GENERATE, *SWITCH, "grade", "wait", "train", "evaluate", "checkpoint", "idle")
 """Columns of `breakdown`, which add up to `wall`."""
-TIMED = ("step", *SWITCH, "grade", "wait", "train")
+TIMED = ("step", *SWITCH, "grade", "wait", "train", "evaluate", "checkpoint")
 """Kinds of events that take time of the run."""
 
 
@@ -25,8 +25,8 @@ def breakdown(df: pd.DataFrame) -> pd.DataFrame:
       prompts and re-prefilled outputs, those of drafts (verify), and the others. That overstates prefill and verify
       where decode is bound by reading KV and weights.
     - drafting: making drafts. sampling: processing logits and drawing. scheduling: the rest of the steps.
-    - save, restore: KV of samples. update: weights. grade, train: as emitted. wait: for graders and environments with
-      nothing to run; what they do while others decode takes no time of the run.
+    - save, restore: KV of samples. update: weights. grade, train, evaluate, checkpoint: as emitted. wait: for graders
+      and environments with nothing to run; what they do while others decode takes no time of the run.
     - idle: the run's wall time in none of these.
 
     A second counts once: where events overlap, the one that started last has it (a restore inside a step is restore).

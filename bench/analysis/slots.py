@@ -20,6 +20,8 @@ _SPANS = {
     "observe": "environment",
     "wait": "waits",
     "train": "training",
+    "evaluate": "training",
+    "checkpoint": "training",
 }
 """Kind of event -> its track in `timeline`."""
 TRACKS = ("iterations", "slots", *dict.fromkeys(_SPANS.values()))

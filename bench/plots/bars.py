@@ -27,6 +27,8 @@ PART_COLOURS = {
     "grade": "#CC79A7",
     "wait": "#7D4A69",
     "train": "#E69F00",
+    "evaluate": "#A6761D",
+    "checkpoint": "#666666",
     "idle": "#BBBBBB",
 }
 CAUSE_COLOURS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from longtail.errors import (
+    DirectoryLocked,
     ExactNumericsUnavailable,
     LongtailError,
     SnapshotMismatch,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DirectoryLocked",
     "Event",
     "ExactNumericsUnavailable",
     "Fingerprint",

@@ -31,7 +31,11 @@ class StoreError(LongtailError):
     """A sample store on disk cannot be used as asked. Nothing in it was changed."""
 
 
-class StoreLocked(StoreError):
+class DirectoryLocked(LongtailError):
+    """Another process works in the directory."""
+
+
+class StoreLocked(StoreError, DirectoryLocked):
     """Another process has the store open."""
 
 

@@ -35,6 +35,8 @@ EventKind = Literal[
     # go on elsewhere
     "grade",  # value: reward, NaN without one; detail: the grader, and behind ": " why there is no reward
     "train",
+    "evaluate",  # the policy is measured; what its engine does meanwhile is no step of the run
+    "checkpoint",  # what is written down of it
     "wait",  # nothing runs: for graders or environments (detail)
     "discard",  # a group is thrown away; num_seqs: samples, num_tokens: output tokens; detail: line of the ledger
     "hand_over",  # a complete group leaves; num_seqs: samples, num_tokens: output tokens

@@ -110,6 +110,8 @@ def test_breakdown_of_the_sync_schedule() -> None:
         "grade": 0.5,
         "wait": 0.0,
         "train": 1.0,
+        "evaluate": 0.0,
+        "checkpoint": 0.0,
         "idle": 1.25,  # 111.5 to 112 and 112.25 to 113
         "generate": 9.0,
         "switch": 1.25,
@@ -120,6 +122,16 @@ def test_a_step_eaten_by_others_shrinks_in_proportion() -> None:
     step = Event("step", 0.0, 4.0, num_tokens=1, model_seconds=3.0, sample_seconds=1.0)
     (row,) = analysis.breakdown(frame(r=[step, Event("save", 1.0, 2.0), Event("run_end", 4.0)])).to_dict("records")
     assert (row["decode"], row["sampling"], row["scheduling"], row["switch"], row["idle"]) == (1.5, 0.5, 0, 2, 0)
+
+
+def test_evaluating_and_checkpoints_are_not_idle() -> None:
+    """Evaluated for 4 s, of which graders had 1; a checkpoint of 2 s; nothing for 3 s."""
+    events = [Event("evaluate", 0.0, 4.0), Event("grade", 1.0, 1.0), Event("checkpoint", 6.0, 2.0)]
+    df = frame(r=[start(0.0), *events, Event("run_end", 9.0)])
+    (row,) = analysis.breakdown(df).to_dict("records")
+    assert {p: row[p] for p in analysis.PARTS if row[p]} == {"evaluate": 3, "grade": 1, "checkpoint": 2, "idle": 3}
+    spans = analysis.timeline(df)
+    assert set(spans.loc[spans["track"] == "training", "name"]) == {"evaluate", "checkpoint"}
 
 
 def test_drafting_and_verifying_are_parts_of_their_own() -> None:
@@ -314,7 +326,7 @@ def test_laws_on_a_realistic_trace(synthetic: pd.DataFrame) -> None:
     assert numbers["token-budget"]["bubble_share"] < numbers["sync"]["bubble_share"]
 
 
-KINDS = ["step", "save", "restore", "update", "grade", "train", "admit"]
+KINDS = ["step", "save", "restore", "update", "grade", "train", "evaluate", "checkpoint", "admit"]
 SPANS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 20), st.integers(0, 8), st.floats(0, 1)), max_size=12)
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from longtail import Group, SampleStore, SamplingParams
 from longtail.bench import dpo
 from longtail.bench.cli import app
+from longtail.errors import DirectoryLocked
 from longtail.trainer_adapter.dpo_trainer import DPOConfig
 from longtail.trainer_adapter.pair_files import read_pairs, write_pairs
 from longtail.trainer_adapter.preferences import Pair
@@ -259,6 +260,37 @@ def test_a_run_that_was_stopped_ends_like_the_undisturbed_one(
 
     ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_two_runs_do_not_mix_in_one_directory(
+    tiny_task_model: Path, tmp_path: Path, threads_as_before: None
+) -> None:
+    """Neither from the beginning, before there is a run.json, nor with --resume; nor is the first one disturbed."""
+    write_pairs(tmp_path / "pairs.jsonl", letters(24))
+    out = tmp_path / "run"
+    arguments = ("--pairs", tmp_path / "pairs.jsonl", "--model", tiny_task_model, *SETTINGS, "--out", out)
+    seen: list[tuple[str, bool]] = []
+
+    def interfere(what: str, values: Any) -> None:
+        if what in ("pairs", "step"):
+            for resume in ((), ("--resume",)):
+                second = call("dpo", *arguments, *resume)
+                assert isinstance(second.exception, DirectoryLocked), second.output
+                assert f"{out} is open in this process" in str(second.exception)
+            seen.append((what, (out / "run.json").exists()))
+
+    config = dpo.DPORunConfig(
+        model=str(tiny_task_model),
+        pairs=str(tmp_path / "pairs.jsonl"),
+        held_out=0.25,
+        threads=1,
+        dpo=DPOConfig(learning_rate=3e-3, batch_pairs=8, epochs=2),
+    )
+    with_a_second = dpo.run(config, out, progress=interfere)
+    assert seen[:2] == [("pairs", False), ("step", True)]
+    assert with_a_second == dpo.run(config, tmp_path / "undisturbed")
+    over = call("dpo", *arguments)
+    assert isinstance(over.exception, ValueError) and "--resume" in str(over.exception)
 
 
 def test_dpo_misses_its_file_before_it_loads_a_model(tmp_path: Path, threads_as_before: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -51,6 +52,22 @@ def test_the_ledger_is_shown_where_there_is_one(synthetic: pd.DataFrame, numbers
     with_ledger["sync"]["ledger"] = {"generated": 12_345, "zero-variance": 67}
     text = report.render(synthetic, with_ledger, {})
     assert '<th scope="row">zero-variance</th><td>67</td><td>\u2013</td>' in text and "<td>12,345</td>" in text
+
+
+def test_a_setting_is_said_once() -> None:
+    """A trace's own list repeats the settings of its runs: only what they lack, or say otherwise, is added."""
+    writer = TraceWriter()
+    for run, tokens in (("x/a", 7), ("y/b", 8)):
+        listen = writer.listener(run)
+        settings = {"model": "m", "learning_rate": 0.5, "stop": [1, 2], "max_tokens": tokens}
+        listen(Event("run_start", 0.0, detail=json.dumps(settings)))
+        listen(Event("run_end", 1.0))
+    df = writer.frame()
+    meta = {"model": "m", "learning_rate": 0.5, "stop": (1, 2), "max_tokens (x)": 7, "max_tokens (y)": 9, "cpu": "c"}
+    page = report.render(df, analysis.summary(df), meta)
+    shown = page[page.index("Settings and machine") :]
+    rows = re.findall(r'<th scope="row">([^<]*)</th>', shown)
+    assert rows == ["model", "learning_rate", "stop", "max_tokens", "max_tokens (y)", "cpu"]
 
 
 def test_foreign_text_is_escaped(page: str) -> None:

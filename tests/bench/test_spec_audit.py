@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -125,6 +126,24 @@ def test_passes_the_native_engine(native: EngineUnderAudit, reference: ModelRefe
     assert len(tests) == 2 * (len(names) + 1)
     json.dumps(report.as_json())
     table(report)
+
+
+def test_drafters_that_run_a_model_are_audited_by_name(
+    native: EngineUnderAudit, reference: ModelReference, tiny: tuple[LlamaForCausalLM, Any], tmp_path: Path
+) -> None:
+    close = copy.deepcopy(tiny[0])
+    with torch.no_grad():
+        for parameter in close.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    close.save_pretrained(tmp_path)
+    names = (f"model:{tmp_path}", f"ngram>model:{tmp_path}")
+    report = audit(native, reference, dataclasses.replace(QUICK, drafters=names))
+    assert not failed(report), sentences(report)
+    for name in names:
+        drafted = [f for f in report.findings if f.check == "distribution" and f.drafter == name]
+        assert all(f.data["draft_coverage"] > 0.5 and 0.3 < f.data["acceptance"] < 1.0 for f in drafted)
+    with pytest.raises(ValueError, match="no drafter 'modell'"):
+        native.use("modell", 1)
 
 
 def test_passes_the_native_engine_in_fast_numerics(

@@ -78,6 +78,11 @@ def test_it_learns_on_resumed_samples(toys: ModuleType, model: Path, tmp_path: P
         columns = line["seconds"]
         assert columns["wall"] == pytest.approx(sum(v for name, v in columns.items() if name != "wall"), abs=1e-6)
         assert columns["generate"] > 0 and columns["train"] > 0
+    parts = summary["runs"]["train"]["breakdown"]
+    assert parts["evaluate"] > lines[0]["seconds"]["evaluate"] > 0  # the second evaluation is behind the last line
+    assert parts["checkpoint"] > sum(line["seconds"]["checkpoint"] for line in lines)
+    named = sum(parts[name] for name in ("prefill", "decode", "grade", "train", "evaluate", "checkpoint"))
+    assert named > 0.5 * parts["wall"]
     loaded = load([out])
     assert loaded.summary["train"]["samples_trained"] == sum(line["graded"] for line in lines)
     assert (out / "report.html").stat().st_size > 10_000

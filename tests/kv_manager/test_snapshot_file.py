@@ -269,7 +269,7 @@ def test_a_file_that_shrinks_while_it_is_read(written: tuple[Path, PartHeader]) 
 def test_a_full_disk_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, nth: int) -> None:
     of = header()
     target = snapshot_file if call == "directory" else os
-    name = "_sync_directory" if call == "directory" else call
+    name = "flush" if call == "directory" else call
     true, calls = getattr(target, name), []
 
     def full(*args: Any) -> Any:

@@ -90,7 +90,7 @@ def kill_in_files(calls: int) -> None:
 
     for module, name in (
         (snapshot_file, "_write"),
-        (snapshot_file, "_sync_directory"),
+        (snapshot_file, "flush"),
         (os, "replace"),
         (os, "fsync"),
         (tiers_module, "_remove"),

@@ -296,7 +296,7 @@ def test_a_blocked_loop_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) ->
     ):
         runner.wait()
     assert runner.num_pending == 2
-    assert until(lambda: not runner._results.empty())
+    assert until(lambda: not runner._turns._arrived.empty())
     monkeypatch.undo()
     rest(runner)
 
@@ -341,7 +341,7 @@ def test_a_cancelled_sample_can_be_submitted_again(make: Make, environment: Scri
 def test_a_late_answer_is_not_taken_for_the_next(make: Make) -> None:
     runner = make()
     runner.submit(ask("s", step=("give", Observation((1,)))))
-    assert until(lambda: not runner._results.empty())
+    assert until(lambda: not runner._turns._arrived.empty())
     runner.cancel(["s"])
     runner.submit(ask("s", step=("give", Observation((2,)))))
     assert [turn.observation for turn in runner.wait()] == [Observation((2,))]

@@ -303,7 +303,7 @@ def test_a_cancelled_sample_can_be_submitted_again(make: Make) -> None:
     """Its late first grade is not taken for the second."""
     pool = make()
     pool.submit(ask("s", "call", 1.0))
-    assert until(lambda: not pool._results.empty())
+    assert until(lambda: not pool._grades._arrived.empty())
     pool.cancel(["s"])
     pool.submit(ask("s", "call", 2.0))
     assert [grade.reward for grade in pool.wait()] == [2.0]

@@ -265,7 +265,18 @@ def test_trees() -> None:
     assert (draft.tokens, draft.parents) == ([10, 20, 12, 11], [-1, -1, 0, 0])
     cut = draft.cut(2)
     assert (cut.tokens, cut.parents) == ([10, 20], [-1, -1])
-    assert cut.probs == (draft.probs or [])[:2]
+    assert draft.probs is not None and cut.probs == draft.probs[:2]
+    first, second, third, fourth = draft.probs
+    likeliest = [([20], second), ([10, 12], first * third), ([10, 11], first * fourth)]
+    assert draft.paths() == sorted(likeliest, key=lambda path: -path[1])
+
+
+def test_candidate_paths_by_hand() -> None:
+    tree = Draft([7, 8, 9, 1], "x", [0.5, 0.25, 0.5, 0.75], [-1, -1, 0, 2])
+    assert tree.paths() == [([8], 0.25), ([7, 9, 1], 0.1875)]
+    assert Draft([7, 8, 9], "x", parents=[-1, -1, 0]).paths() == [([8], None), ([7, 9], None)]
+    assert Draft([7, 8], "x", [0.5, 0.5]).paths() == [([7, 8], 0.25)]
+    assert Draft([], "x").paths() == []
 
 
 # ---- choice by name

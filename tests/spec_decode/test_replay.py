@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from longtail.bench.spec_replay import replay
+from longtail.sample import Sample
 from longtail.spec_decode.choice import make_drafter
+from longtail.spec_decode.drafter import Draft, DraftRequest
 
 PROMPT = [1, 2, 3]
 
@@ -36,3 +40,25 @@ def test_those_that_run_at_once_hear_each_other() -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="from 0 to 1, not 2"):
         replay([[(PROMPT, [1]), (PROMPT, [2])]], lambda: make_drafter("group"), finished_siblings=2)
+
+
+class Fork:
+    """Two ways at every place: 1 2, and 3 and behind it 4 or 5."""
+
+    name = "fork"
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft([1, 3, 2, 4, 5], self.name, parents=[-1, -1, 0, 1, 1]) for _ in requests]
+
+    def observe(self, sample: Sample, num_new: int) -> None:
+        pass
+
+    def forget(self, sample_id: str) -> None:
+        pass
+
+
+def test_a_tree_is_followed_where_it_agrees() -> None:
+    """3 5 and 9 (all of a branch, and the target's own); 1 and 8 (2 is wrong); 6 (neither); 3 and 1 at the end."""
+    found = replay([[([0], [3, 5, 9, 1, 8, 6, 3, 1])]], Fork)
+    assert (found.steps, found.tokens, found.accepted) == (4, 8, 2 + 1 + 0 + 1)
+    assert (found.judged_by_position, found.accepted_by_position) == ([4, 3], [3, 1])

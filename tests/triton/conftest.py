@@ -6,8 +6,10 @@ be set before that.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,13 +25,13 @@ install()
 
 @pytest.fixture
 def outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel forgets to write is NaN, or an integer far outside of every vocabulary and cache."""
+    """What a kernel forgets to write is NaN, or an integer far outside of every vocabulary and cache; not whatever the
+    memory held."""
     import torch
 
-    empty = torch.empty
+    def poisoned(make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = make(*args, **kwargs)
+        return out.fill_(torch.nan if out.is_floating_point() else torch.iinfo(out.dtype).max // 2)
 
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        out = empty(*args, **kwargs)
-        return out.fill_(torch.nan if out.is_floating_point() else 2**30)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, functools.partial(poisoned, getattr(torch, name)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.triton.paged import randn
 from triton.runtime.errors import InterpreterError
 
 from longtail.kernels.kv import (
@@ -21,10 +22,6 @@ from longtail.kernels.kv import (
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LAYERS, BLOCKS = 3, 5
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def nan_kv(kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.triton.paged import randn
 
 from longtail.kernels.kv import (
     copy_blocks_triton,
@@ -30,10 +31,6 @@ from longtail.kernels.kv_quant import (
 
 CODES = [torch.float8_e4m3fn, torch.int8]
 IDS = ["e4m3", "int8"]
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @triton.jit

@@ -12,18 +12,12 @@ from longtail.kernels import linear_logprobs
 from longtail.kernels.logprobs import _TRITON, token_logprobs_reference, token_logprobs_triton
 from longtail.kernels.logprobs_triton import MOST_CHUNK, chunk_size
 
+pytestmark = pytest.mark.usefixtures("outputs_start_as_nan")
+
 INF = math.inf
 VOCABS = [1, 2, 17, 1000, MOST_CHUNK, MOST_CHUNK + 1, 50_257]
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """Of the gradient, which has the logits' dtype; everything else is float32: 2e-6 for logits of up to 20."""
-
-
-@pytest.fixture(autouse=True)
-def outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel forgets to write is NaN, not whatever the memory held."""
-    for name in ("empty", "empty_like"):
-        make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *args, make=make, **kwargs: make(*args, **kwargs).fill_(torch.nan))
 
 
 def problem(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.triton.paged import randn
 
 from longtail.kernels.activation import silu_mul_reference, silu_mul_triton
 from longtail.kernels.norm import MOST_COLUMNS, rms_norm_reference, rms_norm_triton
+
+pytestmark = pytest.mark.usefixtures("outputs_start_as_nan")
 
 TOLERANCES: dict[torch.dtype, Any] = {  # two roundings to the dtype; float32: the sum's order, another exp
     torch.float32: {"rtol": 2e-6, "atol": 1e-6},
@@ -16,17 +19,6 @@ TOLERANCES: dict[torch.dtype, Any] = {  # two roundings to the dtype; float32: t
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-5},
 }
 SIZES = [1, 17, 64, 576, 2050]
-
-
-@pytest.fixture(autouse=True)
-def outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel forgets to write is NaN, not whatever the memory held."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -7,7 +7,6 @@ Tokens equal the reference's wherever the two best scores p / E differ by more t
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,19 +28,8 @@ from longtail.kernels.sample_triton import MOST_VOCABULARY, launch_sample, sampl
 
 from ..kernels.sample_cases import CASES, batch_of, check_draw, logits_of, random_batch, rows_of
 
+pytestmark = pytest.mark.usefixtures("outputs_start_as_nan")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@pytest.fixture(autouse=True)
-def outputs_start_as_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel forgets to write is NaN, or a large integer, not whatever the memory held."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        out = empty(*args, **kwargs)
-        return out.fill_(torch.nan if out.is_floating_point() else torch.iinfo(out.dtype).max // 2)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def plain_batch(rows: int, temperatures: list[float], seed: int = 0) -> SampleBatch:

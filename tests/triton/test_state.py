@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.triton.paged import randn
 
 from longtail.kernels.causal_conv import causal_conv_reference
 from longtail.kernels.causal_conv_triton import causal_conv_triton
 from longtail.kernels.gated_delta import L2NORM_EPS, gated_delta_rule_reference
 from longtail.kernels.linear_attention import linear_attention_reference
 from longtail.kernels.state_scan_triton import state_scan_triton
+
+pytestmark = pytest.mark.usefixtures("outputs_start_as_nan")
 
 TOLERANCES: dict[torch.dtype, Any] = {  # one rounding to the dtype; float32: the order of sums, another exp
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -21,17 +24,6 @@ TOLERANCES: dict[torch.dtype, Any] = {  # one rounding to the dtype; float32: th
 }
 LENS = [5, 0, 1, 9]
 Parts = list[torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel forgets to write is NaN, not whatever the memory held."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def int64(*values: int) -> torch.Tensor:

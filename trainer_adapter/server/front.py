@@ -132,10 +132,10 @@ class Front:
     # -- the engine ---------------------------------------------------------------------------------------------------
 
     async def update_weights(self, directory: str, field: str, version: int | None, *, abort: bool = False) -> int:
-        """Reads while the engine goes on, and updates between two of its steps. -> the version. 400 if the weights
-        cannot be read, or the engine will not have them."""
+        """Reads while the engine goes on, and updates between two of its steps. -> the version. 403 if they are
+        outside of where weights may be read, 400 if they cannot be, or the engine will not have them."""
         async with self._update:
-            weights = await asyncio.to_thread(load_weights, directory, field)
+            weights = await asyncio.to_thread(load_weights, directory, field, self.config.readable)
             if abort:
                 await asyncio.wrap_future(self.service.abort_all())
             try:

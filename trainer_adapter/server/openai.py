@@ -19,7 +19,7 @@ from starlette.routing import Route
 from longtail.trainer_adapter.server.fields import BadRequest, Fields, check_ids, sampling_params
 from longtail.trainer_adapter.server.front import Ask, EventStream, Front, Names, or_gone
 from longtail.trainer_adapter.server.protocol import Chunk, Completion
-from longtail.trainer_adapter.server.text import TextStream, trimmed
+from longtail.trainer_adapter.server.text import TrimmedStream, trimmed
 
 Kind = Literal["completion", "chat", "tokens"]
 FIELDS: dict[Kind, str] = {"completion": "prompt", "chat": "messages", "tokens": "token_ids"}
@@ -198,15 +198,16 @@ class OpenAI:
         raise AssertionError("not reached")
 
     def _choice(self, asked: Asked, ask: Ask, index: int, c: Completion) -> dict[str, Any]:
-        text = self.front.text.decode(c.token_ids, skip_special=asked.skip_special)
-        text = trimmed(text, c.stop_reason) if asked.trim else text
-        choice = self._part(asked, ask, index, text, c, 0, whole=True)
+        reason = c.stop_reason if asked.trim else None
+        text = trimmed(self.front.text, c.token_ids, reason, skip_special=asked.skip_special)
+        choice = self._part(asked, ask, index, text, c, 0, first=True, whole=True)
         return choice | ended(c)
 
     def _part(
-        self, asked: Asked, ask: Ask, index: int, text: str, tokens: Chunk, offset: int, *, whole: bool
+        self, asked: Asked, ask: Ask, index: int, text: str, tokens: Chunk, offset: int, *, first: bool, whole: bool
     ) -> dict[str, Any]:
-        """A choice, or the part of one that a chunk is. offset: characters before it."""
+        """A choice, or the part of one that a chunk is. offset: characters of the tokens before it; first: there are
+        none."""
         part: dict[str, Any] = {"index": index}
         if asked.kind == "completion":
             part["text"] = text
@@ -216,7 +217,7 @@ class OpenAI:
         part |= {"finish_reason": None, "stop_reason": None}
         if asked.ids:
             part["token_ids"] = tokens.token_ids
-            if asked.kind == "completion" and offset == 0:
+            if asked.kind == "completion" and first:
                 part["prompt_token_ids"] = ask.prompt_ids
         part["token_versions"] = tokens.versions
         return part
@@ -239,20 +240,20 @@ class OpenAI:
         self, stream: Any, asked: Asked, asks: list[Ask], head: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any]]:
         head = {**head, "object": "chat.completion.chunk"} if asked.kind == "chat" else head
-        texts = [TextStream(self.front.text, asked.skip_special) for _ in asks]
-        lengths, total = [0] * len(asks), 0
+        stop = asked.params.stop if asked.trim else ()
+        texts = [TrimmedStream(self.front.text, asked.skip_special, stop) for _ in asks]
+        total = 0
         first = [True] * len(asks)
         async with contextlib.aclosing(stream):
             async for i, chunk, completion in stream:
-                part: dict[str, Any]
+                before, tokens = texts[i].length, chunk or _Empty()
                 if completion is None:
                     total += len(chunk.token_ids)
                     text = texts[i].push(chunk.token_ids)
-                    part = self._part(asked, asks[i], i, text, chunk, lengths[i], whole=False)
-                    lengths[i] += len(text)
                 else:
-                    rest = _Empty()
-                    part = self._part(asked, asks[i], i, texts[i].push((), last=True), rest, 1, whole=False)
+                    text = texts[i].end(completion.stop_reason)
+                part = self._part(asked, asks[i], i, text, tokens, before, first=first[i], whole=False)
+                if completion is not None:
                     part |= ended(completion)
                 event = {**head, "choices": [part]}
                 if completion is not None:

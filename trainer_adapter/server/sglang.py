@@ -24,7 +24,7 @@ from starlette.routing import Route
 from longtail.trainer_adapter.server.fields import BadRequest, Fields, check_ids, sampling_params
 from longtail.trainer_adapter.server.front import Ask, EventStream, Front, Names, or_gone
 from longtail.trainer_adapter.server.protocol import Completion, PauseMode
-from longtail.trainer_adapter.server.text import TextStream, trimmed
+from longtail.trainer_adapter.server.text import TrimmedStream, trimmed
 
 NAMES = Names(
     "input_ids",
@@ -192,8 +192,8 @@ class SGLang:
     def _answer(
         self, c: Completion, wanted: Generate, sampling: Sampling, request_id: str, began: float
     ) -> dict[str, Any]:
-        text = self.front.text.decode(c.token_ids, skip_special=sampling.skip_special)
-        text = trimmed(text, c.stop_reason) if sampling.trim else text
+        reason = c.stop_reason if sampling.trim else None
+        text = trimmed(self.front.text, c.token_ids, reason, skip_special=sampling.skip_special)
         meta = {
             "id": request_id,
             "finish_reason": finish_reason(c),
@@ -218,7 +218,10 @@ class SGLang:
         began: float,
     ) -> AsyncGenerator[dict[str, Any]]:
         """Each with all that its sample has so far."""
-        so_far = [_SoFar(TextStream(self.front.text, one.skip_special)) for one in sampling]
+        so_far = [
+            _SoFar(TrimmedStream(self.front.text, one.skip_special, one.params.stop if one.trim else ()))
+            for one in sampling
+        ]
         async with contextlib.aclosing(stream):
             async for i, chunk, completion in stream:
                 if completion is not None:
@@ -362,7 +365,7 @@ class SGLang:
 class _SoFar:
     """Of a sample that streams."""
 
-    def __init__(self, text: TextStream) -> None:
+    def __init__(self, text: TrimmedStream) -> None:
         self.stream, self.text = text, ""
         self.token_ids: list[int] = []
         self.versions: list[int] = []

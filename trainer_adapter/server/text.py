@@ -95,8 +95,60 @@ class TextStream:
         return text[len(before) :]
 
 
-def trimmed(text: str, stop_reason: str | int | None) -> str:
-    """Without the stop string that ended it, and what its last token had behind that."""
-    if isinstance(stop_reason, str) and (at := text.rfind(stop_reason)) >= 0:
+class TrimmedStream:
+    """The same without the stop string that ends a sample: text is held back while it may be the beginning of one, or
+    one that the sample has just come to. stop: none are held back, and none is cut off, if there are none."""
+
+    def __init__(self, text: Text, skip_special: bool, stop: Sequence[str] = ()) -> None:
+        self._stream, self._stop = TextStream(text, skip_special), stop
+        self._held = ""
+        self._last = 0
+        """Where the last token begins in it: a stop string that ends before has ended nothing (min_tokens)."""
+        self.length = 0
+        """Characters of all tokens, those that are held back too."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """-> the text that is sure by now."""
+        given = ""
+        for token in token_ids:
+            self._add(self._stream.push([token]))
+            sure = min((self._before(stop) for stop in self._stop), default=len(self._held))
+            given += self._held[:sure]
+            self._held = self._held[sure:]
+            self._last = max(self._last - sure, 0)
+        return given
+
+    def end(self, stop_reason: str | int | None) -> str:
+        """-> what is left of the text."""
+        rest = self._stream.push((), last=True)
+        if rest:
+            self._add(rest)
+        return cut(self._held, stop_reason, self._last) if self._stop else self._held
+
+    def _add(self, text: str) -> None:
+        self._last = len(self._held)
+        self._held += text
+        self.length += len(text)
+
+    def _before(self, stop: str) -> int:
+        """Characters held back before one that may be this stop string's."""
+        at = self._held.find(stop, max(self._last - len(stop) + 1, 0))
+        if at >= 0:
+            return at
+        most = min(len(stop) - 1, len(self._held))
+        return len(self._held) - next((n for n in range(most, 0, -1) if self._held.endswith(stop[:n])), 0)
+
+
+def cut(text: str, stop_reason: str | int | None, last: int) -> str:
+    """Without the stop string that ended it, and what its last token had behind that. last: where that token begins."""
+    if isinstance(stop_reason, str) and (at := text.find(stop_reason, max(last - len(stop_reason) + 1, 0))) >= 0:
         return text[:at]
     return text
+
+
+def trimmed(text: Text, token_ids: Sequence[int], stop_reason: str | int | None, *, skip_special: bool) -> str:
+    """The text of a sample that has ended, without the stop string that ended it."""
+    whole = text.decode(token_ids, skip_special=skip_special)
+    if not isinstance(stop_reason, str):
+        return whole
+    return cut(whole, stop_reason, len(text.decode(token_ids[:-1], skip_special=skip_special).rstrip("\ufffd")))

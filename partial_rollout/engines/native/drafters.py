@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from longtail.partial_rollout.engines.native.model_drafter import ModelDrafter, SelfDrafter
 from longtail.partial_rollout.engines.native.mtp import MTPDrafter
+from longtail.partial_rollout.engines.native.numerics import Numerics
 from longtail.partial_rollout.engines.native.target import ModelBased, Target
 from longtail.spec_decode.choice import FirstOf, make_drafter
 from longtail.spec_decode.controller import Controller, ControllerConfig
@@ -36,14 +37,15 @@ def speculate(
 
 
 def _bound(choice: str | Drafter, target: Target) -> Drafter:
-    drafter = _by_name(choice, target) if isinstance(choice, str) else choice
+    drafter = native_drafter(choice, target.config.numerics) if isinstance(choice, str) else choice
     for part in drafter.drafters if isinstance(drafter, FirstOf) else [drafter]:
         if isinstance(part, ModelBased):
             part.bind(target)
     return drafter
 
 
-def _by_name(choice: str, target: Target) -> Drafter:
+def native_drafter(choice: str, numerics: Numerics) -> Drafter:
+    """numerics: of a draft model's passes. ValueError for a name that is not known."""
     made: dict[str, Drafter] = {"self": SelfDrafter()}
     for name in (name.strip() for name in choice.split(">")):
         kind, colon, detail = name.partition(":")
@@ -58,7 +60,7 @@ def _by_name(choice: str, target: Target) -> Drafter:
         elif kind == "model":
             if not detail:
                 raise ValueError(f'drafter: {name!r} names no model; write "model:" and a directory or hub id')
-            made[name] = ModelDrafter(detail, numerics=target.config.numerics)
+            made[name] = ModelDrafter(detail, numerics=numerics)
         elif kind == "mtp":
             if not detail:
                 raise ValueError(f'drafter: {name!r} names no head; write "mtp:" and the directory of a trained one')

@@ -128,6 +128,51 @@ def test_streams_hold_what_is_new(engine: Stepped, alone: NativeEngine, characte
         assert [p["finish_reason"] for p in parts if p["finish_reason"]] == ["length"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+def test_streams_end_before_the_stop_string(engine: Stepped, alone: NativeEngine, characters: Any, path: str) -> None:
+    """Of three tokens; another one begins as the text does and comes to nothing. The tokens are all there."""
+
+    async def ask(server: Served, fields: dict[str, Any]) -> list[Any]:
+        async with client() as http:
+            return await all_events(http, server.url + path, fields)
+
+    chat, bare = path.endswith("chat/completions"), path.endswith("generate")
+    ids = [1, *prompt(5), 2, 1] if chat else prompt(9)
+    sample = want(alone, ids)
+    text = characters.decode(sample.output_ids)
+    end, nearly = text[5:8], text[2:5] + characters.decode([max(sample.output_ids) + 1])
+    known = text[: text.index(end)]
+    length = len(known) + 3
+    for kept in (False, True):
+        own = {"stop": [nearly, end], "include_stop_str_in_output": kept}
+        fields = body(stream=True, **own)
+        if chat:
+            del fields["prompt"]
+            fields["messages"] = [{"role": "user", "content": characters.decode(prompt(5))}]
+        if bare:
+            sampling = {"max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 1, **own}
+            fields = {"token_ids": prompt(9), "sampling_params": sampling, "stream": True}
+        with served(engine, tokenizer=characters) as server:
+            parts = [event["choices"][0] for event in run_async(ask(server, fields))]
+            whole = server.post(path, {**fields, "stream": False}).json()["choices"][0]
+        assert [t for p in parts for t in p["token_ids"]] == sample.output_ids[:length] == whole["token_ids"]
+        logprobs = [p["logprobs"] for p in parts]
+        if path == "/v1/completions":
+            assert [p for part in logprobs for p in part["token_logprobs"]] == sample.logprobs[:length]
+            assert [o for part in logprobs for o in part["text_offset"]] == list(range(length))
+            assert [p for p in parts if "prompt_token_ids" in p] == parts[:1]
+        else:
+            assert [one["logprob"] for part in logprobs for one in part["content"]] == sample.logprobs[:length]
+        assert (parts[-1]["finish_reason"], parts[-1]["stop_reason"]) == ("stop", end)
+        if not bare:
+            texts = [p["delta"]["content"] if chat else p["text"] for p in parts]
+            assert "".join(texts) == known + (end if kept else "")
+            assert (whole["message"]["content"] if chat else whole["text"]) == "".join(texts)
+            for i in range(0 if kept else len(parts)):  # held no longer than it may be the beginning of one
+                out = sum(len(p["token_ids"]) for p in parts[: i + 1])
+                assert len("".join(texts[: i + 1])) == (min(out, 2) if out < 6 else 5)
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "field"),
     [
