@@ -68,4 +68,4 @@ def test_async(opened: list[VllmEngine], tmp_path: Path, monkeypatch: pytest.Mon
     logs = [entry for entry in trainer.state.log_history if "ratio" in entry]
     assert abs(logs[0]["ratio"] - 1) < 1e-4  # of the first weights: vLLM's log-probabilities are the trainer's
     assert max(entry["kl"] for entry in logs) > 1e-5
-    assert max(entry["sample/staleness_max"] for entry in logs) >= 1  # a batch waits while the one before it is trained on
+    assert max(entry["sample/staleness_max"] for entry in logs) >= 1  # one waits while another is trained on
