@@ -121,7 +121,7 @@ def bench_command(
     drafter: Annotated[
         str | None, typer.Option(help="Speculative decoding: ngram, group, group>ngram", show_default="off")
     ] = None,
-    engine: Annotated[str, typer.Option(help="native, or vllm, which takes its threads from OMP_NUM_THREADS")] = "native",
+    engine: Annotated[str, typer.Option(help="native, or vllm, whose threads are OMP_NUM_THREADS")] = "native",
     engines: Annotated[int, typer.Option(min=1, help="A pool of so many, which share the slots")] = 1,
     ray: Annotated[
         str | None,

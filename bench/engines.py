@@ -45,8 +45,8 @@ def make_engine(
     **settings: Any,
 ) -> Any:
     """A `NativeEngine` or `VllmEngine`. model: a directory or hub id; native: also a loaded model. numerics (None:
-    exact), threads and fingerprint_versions are the native engine's alone. settings: those that both have (max_num_seqs, max_model_len,
-    max_num_batched_tokens, kv_cache_bytes, kv_on_update); None leaves one at its default."""
+    exact), threads and fingerprint_versions are the native engine's alone. settings: those of both (max_num_seqs,
+    max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update); None leaves one at its default."""
     check_engine(name, threads=threads, numerics=numerics)
     if name == "vllm":
         from longtail.partial_rollout.engines.vllm import VllmEngine

@@ -4,10 +4,10 @@
     checked -> start_weight_update -> update_weights({"tensors": ...} or {"directory": ...}) -> finish_weight_update
             -> the weight version
 
-Where longtail is installed, any vLLM takes weights so: `LLM(..., weight_transfer_config={"backend": "longtail"})`, then
-its own `start_weight_update()`, `update_weights({"update_info": {"tensors": state_dict}})` and
-`finish_weight_update(weight_version=)`. Names are those of `transformers`; workers keep copies, in the model's dtype and
-layout. Its prefix cache does not know of weights: `reset_prefix_cache(reset_running_requests=True)`.
+Where longtail is installed, any vLLM takes weights so: `LLM(..., weight_transfer_config={"backend": "longtail"})`,
+then its own `start_weight_update()`, `update_weights({"update_info": {"tensors": state_dict}})` and
+`finish_weight_update(weight_version=)`. Names are those of `transformers`; workers keep copies, in the model's dtype
+and layout. Its prefix cache does not know of weights: `reset_prefix_cache(reset_running_requests=True)`.
 
 Imported by vLLM where it makes the engine.
 """
