@@ -111,14 +111,17 @@ def bench_command(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of tasks and samples")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all")] = None,
-    numerics: Annotated[str, typer.Option(help="exact: same bits in every batch; fast: up to rounding")] = "exact",
+    numerics: Annotated[
+        str | None,
+        typer.Option(help="exact: same bits in every batch; fast: up to rounding", show_default="exact; vllm: its own"),
+    ] = None,
     kv_on_update: Annotated[
         str, typer.Option(help="Unfinished samples' KV after a weight update: recompute or keep")
     ] = "recompute",
     drafter: Annotated[
         str | None, typer.Option(help="Speculative decoding: ngram, group, group>ngram", show_default="off")
     ] = None,
-    engine: Annotated[str, typer.Option(help="native, or vllm (numerics and threads are then its own)")] = "native",
+    engine: Annotated[str, typer.Option(help="native, or vllm, whose threads are OMP_NUM_THREADS")] = "native",
     engines: Annotated[int, typer.Option(min=1, help="A pool of so many, which share the slots")] = 1,
     ray: Annotated[
         str | None,
@@ -163,7 +166,7 @@ def bench_command(
     console.print(f"Report: {out / 'report.html'}", highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps(result.summary))
-    if result.summary["identical_tokens"] is False and numerics == "exact" and engine == "native":
+    if result.summary["identical_tokens"] is False and config.numerics == "exact":
         raise typer.Exit(1)
 
 

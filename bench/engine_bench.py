@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtail.bench.analysis import nearest_rank
+from longtail.bench.engines import check_engine
 from longtail.bench.machine import describe
 from longtail.bench.models import resolve_model
 from longtail.errors import LongtailError
@@ -80,6 +81,8 @@ class EngineBenchConfig:
             chosen = getattr(self, name)
             if set(chosen) - set(known) or len(set(chosen)) < len(chosen) or not (chosen or name == "peers"):
                 raise ValueError(f"{name} must be some of {', '.join(known)}, each once, not {', '.join(chosen)}")
+        if "vllm" in self.peers:
+            check_engine("vllm")
 
     @property
     def longest(self) -> int:

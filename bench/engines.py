@@ -15,15 +15,17 @@ EngineName = Literal["native", "vllm"]
 ENGINES: tuple[EngineName, ...] = ("native", "vllm")
 
 
-def check_engine(name: str, *, threads: int | None = None) -> None:
-    """ValueError for an unknown name, for vLLM where it is not installed, and for threads where they are not ours to
-    set."""
+def check_engine(name: str, *, threads: int | None = None, numerics: str | None = None) -> None:
+    """ValueError for an unknown name, for vLLM where it is not installed, and for threads and numerics where they are
+    not ours to set."""
     if name not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {name!r}")
     if name != "vllm":
         return
     if threads is not None:
         raise ValueError("threads: vLLM takes OMP_NUM_THREADS of the environment; set it there, and leave this out")
+    if numerics is not None:
+        raise ValueError(f"numerics: {numerics} is the native engine's; vLLM's are its own, leave this out")
     try:
         importlib.import_module("longtail.partial_rollout.engines.vllm")
     except ImportError as error:
@@ -37,15 +39,15 @@ def make_engine(
     tokenizer: Any = None,
     version: int = 0,
     drafter: str | None = None,
-    numerics: str = "exact",
+    numerics: str | None = None,
     threads: int | None = None,
     fingerprint_versions: bool = False,
     **settings: Any,
 ) -> Any:
-    """A `NativeEngine` or `VllmEngine`. model: a directory or hub id; native: also a loaded model. numerics, threads
-    and fingerprint_versions are the native engine's alone. settings: those that both have (max_num_seqs, max_model_len,
-    max_num_batched_tokens, kv_cache_bytes, kv_on_update); None leaves one at its default."""
-    check_engine(name, threads=threads)
+    """A `NativeEngine` or `VllmEngine`. model: a directory or hub id; native: also a loaded model. numerics (None:
+    exact), threads and fingerprint_versions are the native engine's alone. settings: those of both (max_num_seqs,
+    max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update); None leaves one at its default."""
+    check_engine(name, threads=threads, numerics=numerics)
     if name == "vllm":
         from longtail.partial_rollout.engines.vllm import VllmEngine
 
@@ -58,7 +60,7 @@ def make_engine(
         tokenizer=tokenizer,
         version=version,
         drafter=drafter,
-        numerics=numerics,
+        numerics=numerics or "exact",
         threads=threads,
         fingerprint_versions=fingerprint_versions,
         **settings,

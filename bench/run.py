@@ -57,13 +57,14 @@ class BenchConfig:
     """Output tokens of an iteration under token-budget; None: see BUDGET_SHARE."""
     seed: int = 0
     threads: int | None = None
-    numerics: str = "exact"
+    numerics: str | None = None
+    """Of the native engine, where None is "exact". vLLM's are its own."""
     kv_on_update: str = "recompute"
     """What becomes of unfinished samples' KV at an update: computed again, as new weights demand, or kept ("keep")."""
     drafter: str | None = None
     """For speculative decoding, as the engine takes it; None: no drafts."""
     engine: str = "native"
-    """Or "vllm", whose numerics are its own: tokens are compared, and log-probabilities up to `ROUNDING`."""
+    """Or "vllm": tokens are compared, and log-probabilities up to `ROUNDING`."""
     engines: int = 1
     """A pool of so many native ones, which share the slots; 1, without ray: one, without a pool."""
     ray: str | None = None
@@ -77,7 +78,9 @@ class BenchConfig:
             raise ValueError(f"token_budget must be at least 1, not {self.token_budget}")
         if self.kv_on_update not in ("recompute", "keep"):
             raise ValueError(f'kv_on_update must be "recompute" or "keep", not {self.kv_on_update!r}')
-        check_engine(self.engine, threads=self.threads)
+        check_engine(self.engine, threads=self.threads, numerics=self.numerics)
+        if self.engine == "native" and self.numerics is None:
+            object.__setattr__(self, "numerics", "exact")
         Engines(self.engines, self.ray, self.engine)  # checks them
         check_specs(self.strategies)
         self.params(0)  # checks the sampling fields

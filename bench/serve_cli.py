@@ -48,15 +48,20 @@ def serve(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of samples whose requests name none", show_default="random")
     ] = None,
-    numerics: Annotated[str, typer.Option(help="exact: same bits in every batch; fast: up to rounding")] = "exact",
+    numerics: Annotated[
+        str | None,
+        typer.Option(help="exact: same bits in every batch; fast: up to rounding", show_default="exact; vllm: its own"),
+    ] = None,
     drafter: Annotated[
         str | None, typer.Option(help="Speculative decoding: ngram, group, group>ngram", show_default="off")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads", show_default="all")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; vllm: OMP_NUM_THREADS", show_default="all")
+    ] = None,
 ) -> None:
     """Serve a model to RL trainers over HTTP: tokens in, tokens with log-probabilities and versions out, weights from a
     directory. Aborted requests that come back go on where they were. Ends with Ctrl-C."""
-    check_engine(engine, threads=threads)
+    check_engine(engine, threads=threads, numerics=numerics)
     from longtail.trainer_adapter.server.config import ServerConfig
 
     key = None
@@ -88,7 +93,7 @@ def serve(
         "max_model_len": max_model_len,
         "kv_cache_bytes": kv_cache_mib << 20,
         "kv_on_update": kv_on_update,
-        "numerics": numerics,
+        "numerics": None if engine == "vllm" else numerics or "exact",
         "threads": threads,
     }
     tokenizer = tokenizer_of(source)

@@ -49,8 +49,9 @@ def train(
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all")] = None,
     engine: Annotated[str, typer.Option(help="native, or vllm")] = "native",
     numerics: Annotated[
-        str, typer.Option(help="Of the native engine. exact: same bits in every batch; fast: up to rounding")
-    ] = "exact",
+        str | None,
+        typer.Option(help="exact: same bits in every batch; fast: up to rounding", show_default="exact; vllm: its own"),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(

@@ -52,9 +52,9 @@ class RunConfig:
     threads: int | None = None
     """CPU threads; None: as many as torch takes. The bits of a run depend on it."""
     engine: EngineName = "native"
-    """Or "vllm", whose numerics are its own."""
-    numerics: Literal["exact", "fast"] = "exact"
-    """Of the native engine."""
+    """Or "vllm"."""
+    numerics: Literal["exact", "fast"] | None = None
+    """Of the native engine, where None is "exact". vLLM's are its own."""
     policy: Literal["exact", "transformers"] | None = None
     """exact: log-probabilities that are the rollout's, bit for bit; transformers: the model's own forward pass. None:
     exact where the engine is native and numerics exact."""
@@ -108,7 +108,9 @@ class RunConfig:
             raise ValueError("temperature must be above 0: greedy decoding has no distribution to train")
         if self.policy not in (None, "exact", "transformers"):
             raise ValueError(f'policy must be "exact" or "transformers", not {self.policy!r}')
-        check_engine(self.engine)
+        check_engine(self.engine, numerics=self.numerics)
+        if self.engine == "native" and self.numerics is None:
+            object.__setattr__(self, "numerics", "exact")
         if self.policy == "exact" and not self.is_exact:
             raise ValueError(
                 'policy "exact" computes as the native engine does with numerics="exact"; use "transformers"'
@@ -129,7 +131,7 @@ class RunConfig:
     @property
     def is_exact(self) -> bool:
         """Whether the engine makes the same bits in every batch."""
-        return self.engine == "native" and self.numerics == "exact"
+        return self.numerics == "exact"
 
     @property
     def num_slots(self) -> int:

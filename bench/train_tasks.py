@@ -15,6 +15,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -151,7 +152,7 @@ class GymPrompts:
 
     def _prompt(self, task: tasks.Task) -> Prompt:
         try:
-            plain = json.loads(json.dumps(dataclasses.asdict(task)))
+            plain = json.loads(json.dumps(dataclasses.asdict(task), default=_fraction))
         except TypeError as error:
             raise ValueError(f"task {task.id}: its record cannot be kept in a store ({error})") from error
         return Prompt(tasks.prompt_ids(task, self._tokenizer), plain)
@@ -161,6 +162,13 @@ class GymPrompts:
 
     def held_out(self) -> list[Prompt]:
         return [self._prompt(task) for task in self._held_out]
+
+
+def _fraction(value: Any) -> str:
+    """How gsm_symbolic's variables were drawn, which no verifier reads."""
+    if isinstance(value, Fraction):
+        return str(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def grade_gym(request: GradeRequest) -> float:

@@ -5,10 +5,18 @@ It stands outside the vLLM engine's package, which refuses to be imported beside
 
 from __future__ import annotations
 
+import contextlib
 import os
 
+WEIGHT_TRANSFER = "longtail"
+"""Name of our backend (engines/vllm/weight_transfer.py) in vLLM's `weight_transfer_config`."""
 SWITCH = "LONGTAIL_VLLM_CORRECTIONS"
 """Environment variable: 0 leaves vLLM as it is."""
+
+
+def load() -> None:
+    correct()
+    register_weight_transfer()
 
 
 def correct() -> None:
@@ -20,3 +28,13 @@ def correct() -> None:
     except ImportError:  # it says what is unsupported when the engine is used
         return
     correction.correct()
+
+
+def register_weight_transfer() -> None:
+    """Tells the vLLM of this process of our backend, which it imports when it is asked for. May be called again."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # it is there
+        WeightTransferEngineFactory.register_engine(
+            WEIGHT_TRANSFER, "longtail.partial_rollout.engines.vllm.weight_transfer", "InProcessTransfer"
+        )

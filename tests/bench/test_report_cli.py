@@ -88,6 +88,7 @@ def test_unlike_runs_are_refused(change: dict[str, Any], says: str, tmp_path: Pa
 
 def test_lengths_may_differ_in_fast_numerics(tmp_path: Path) -> None:
     assert load([bench(tmp_path / "a", numerics="fast"), bench(tmp_path / "b", numerics="fast", tokens=4)])
+    assert load([bench(tmp_path / "c"), bench(tmp_path / "d", engine="vllm", tokens=4)])
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def test_a_process(tmp_path: Path) -> None:
     [
         (["--engine", "sglang"], "engine must be one of native, vllm"),
         (["--engine", "vllm"], "needs vLLM, which is not installed"),
+        (["--engine", "vllm", "--numerics", "fast"], "numerics: fast is the native engine's"),
+        (["--engine", "vllm", "--threads", "2"], "threads: vLLM takes OMP_NUM_THREADS"),
         (["--api-key-env", "LONGTAIL_NOT_THERE"], "LONGTAIL_NOT_THERE"),
         (["--dialect", "grpc"], "dialect must be"),
         (["--model", "/nowhere/at/all"], "model:"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def test_reasoning_gym() -> None:
     assert task == tasks[0]
     assert grade_gym(request(task, task["entry"]["answer"])) == 1.0
     assert grade_gym(request(task, "no idea")) == 0.0
+
+
+def test_variables_that_json_has_no_word_for() -> None:
+    """gsm_symbolic draws some of its numbers as fractions."""
+    prompts = load_prompts("gsm_symbolic=1", Letters(), seed=0, held_out=1)
+    tasks = [prompts.train(i).task for i in range(64)]
+    assert json.loads(json.dumps(tasks)) == tasks
+    fractions = re.findall(r'"\d+/\d+"', json.dumps([task["entry"]["metadata"] for task in tasks]))
+    assert fractions, "none is drawn: the test would show nothing"
+    assert all(grade_gym(request(task, task["entry"]["answer"])) == 1.0 for task in tasks)
 
 
 def test_files(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Runs `longtail train` on a tiny model in child processes, kills them and lets others go on. A program:
-train_kill_worker.py DIRECTORY STRATEGY KILLS SEED.
+train_kill_worker.py DIRECTORY STRATEGY KILLS SEED [ENGINE].
 
 Each child is a fork of this process. A third of the kills come at a random time, a third at a random event of the run
 (or line of metrics), a third before a random flush, renaming or removal of a file. When a run is through, its metrics,
@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ["NUMBA_THREADING_LAYER"] = "workqueue"  # the one that survives a fork
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from longtail.bench import train
+from longtail.bench.engines import EngineName
 from longtail.bench.train import run
 from longtail.bench.train_config import RunConfig
 from longtail.partial_rollout.store import SampleStore
@@ -40,9 +41,10 @@ vars(train)["SampleStore"] = partial(SampleStore, commit_every=0.0)  # so that k
 train_toys: Any = importlib.import_module("train_toys")
 
 
-def config_of(strategy: str) -> RunConfig:
+def config_of(strategy: str, engine: EngineName) -> RunConfig:
     return RunConfig(
         model="tiny",
+        engine=engine,
         strategy=strategy,
         loss="dapo",
         correction="none" if strategy == "sync" else "tis:cap=2",
@@ -51,7 +53,7 @@ def config_of(strategy: str) -> RunConfig:
         group_size=4,
         learning_rate=3e-3,
         threads=1,
-        kv_cache_bytes=1 << 24,
+        kv_cache_bytes=1 << (24 if engine == "native" else 22),
         policy="transformers",
         eval_every=3,
         checkpoint_every=2,
@@ -78,7 +80,7 @@ def kill_in_files(calls: int) -> None:
         setattr(os, name, counted)
 
 
-def live(model: Path, strategy: str, out: Path, events: int | None) -> int:
+def live(model: Path, config: RunConfig, out: Path, events: int | None) -> int:
     """-> events of the run; it kills itself at number `events`."""
     count = 0
 
@@ -88,7 +90,7 @@ def live(model: Path, strategy: str, out: Path, events: int | None) -> int:
         if count == events:
             kill()
 
-    run(config_of(strategy), out, resume=True, model=model, prompts=train_toys.ToyPrompts(), progress=progress)
+    run(config, out, resume=True, model=model, prompts=train_toys.ToyPrompts(), progress=progress)
     return count
 
 
@@ -126,14 +128,14 @@ def record(out: Path) -> dict[str, Any]:
     return {"metrics": lines, "evals": evals, "tensors": tensors, "samples": samples, "pending": pending}
 
 
-def main(root: Path, strategy: str, kills: int, seed: int) -> None:
+def main(root: Path, strategy: str, kills: int, seed: int, engine: EngineName = "native") -> None:
     rng = random.Random(seed)
-    model = root / "model"
-    train_toys.save_model(model)
-    live(model, strategy, root / "undisturbed", None)  # once more than needed: children find everything compiled
+    config, model = config_of(strategy, engine), root / "model"
+    train_toys.save_model(model, **{} if engine == "native" else {"num_attention_heads": 1, "num_key_value_heads": 1})
+    live(model, config, root / "undisturbed", None)  # once more than needed: children find everything compiled
     shutil.rmtree(root / "undisturbed")
     start = time.perf_counter()
-    total = live(model, strategy, root / "undisturbed", None)
+    total = live(model, config, root / "undisturbed", None)
     took = time.perf_counter() - start
     expected = record(root / "undisturbed")
     if strategy != "sync":
@@ -150,7 +152,7 @@ def main(root: Path, strategy: str, kills: int, seed: int) -> None:
                 try:
                     if way == "file":
                         kill_in_files(rng.randrange(60))
-                    live(model, strategy, out, events)
+                    live(model, config, out, events)
                 except BaseException as error:
                     print(repr(error), file=sys.stderr, flush=True)
                     os._exit(1)
@@ -179,4 +181,4 @@ def main(root: Path, strategy: str, kills: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *cast(Any, sys.argv[5:]))

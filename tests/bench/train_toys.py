@@ -43,23 +43,24 @@ class ToyPrompts:
         return [self.train(-1 - i) for i in range(16)]
 
 
-def save_model(directory: Any, seed: int = 0) -> None:
+def save_model(directory: Any, seed: int = 0, **shape: int) -> None:
+    """shape: of the heads, for engines that do not take these."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2} | shape
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=64,
         initializer_range=0.1,
         bos_token_id=1,
         eos_token_id=END,
         pad_token_id=END,
         tie_word_embeddings=True,
+        **heads,
     )
     LlamaForCausalLM(config).save_pretrained(directory)

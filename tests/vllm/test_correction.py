@@ -111,7 +111,7 @@ def test_vllm_finds_the_plugin() -> None:
     from importlib.metadata import entry_points
 
     (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "longtail"]
-    assert found.load() is vllm_plugin.correct
+    assert found.load() is vllm_plugin.load
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])

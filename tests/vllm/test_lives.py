@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def program(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def program(name: str | Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     command = [sys.executable, str(HERE / name), *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": path}

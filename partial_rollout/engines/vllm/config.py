@@ -29,6 +29,7 @@ OWN_ARGS = {
     "skip_tokenizer_init": "use tokenizer",
     "tokenizer": "use tokenizer",
     "kv_transfer_config": "use save_kv and tiers",
+    "weight_transfer_config": "the engine has its own; use update_weights",
 }
 """EngineArgs that the engine sets, and what to do about them."""
 

@@ -24,6 +24,7 @@ from longtail.partial_rollout.engines.vllm.correction import correct
 from longtail.partial_rollout.engines.vllm.drafters import speculative_config
 from longtail.partial_rollout.engines.vllm.sampling import EXTENSION, KEY, row_state
 from longtail.partial_rollout.engines.vllm.versions import VllmUnsupported
+from longtail.partial_rollout.engines.vllm_plugin import WEIGHT_TRANSFER, register_weight_transfer
 from longtail.sample import Sample
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Core:
         if settings.batch_invariant:
             _want_batch_invariance()
         correct()
+        register_weight_transfer()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -294,6 +296,7 @@ def engine_args(model: str, s: VllmSettings, extra: Mapping[str, Any], *, is_cpu
         "logprobs_mode": f"{s.logprobs_mode}_logprobs",
         "async_scheduling": False,
         "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
     }
     optional = {
         "dtype": s.dtype or ("float32" if is_cpu else None),

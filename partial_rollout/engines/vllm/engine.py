@@ -73,7 +73,7 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
         self._start_drafting(self.core.runner, config, version)
         if self.saver is not None:
             self.saver.start(self.core)
-        self._updater = Updater(self.core, source)
+        self._updater = Updater(self.core)
         self._epoch = 0
         """Of the prefix cache: a new one finds nothing of those before it."""
         self._left: dict[str, str] = {}

@@ -1,27 +1,32 @@
-"""New weights for a running vLLM: checked against the model's own parameters, then loaded in place."""
+"""New weights for a running vLLM: checked against the model's own parameters, then handed to its workers
+(`weight_transfer`)."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from longtail.partial_rollout.engines.native.loader import check_weights
-from longtail.partial_rollout.engines.vllm.core import Core
+
+if TYPE_CHECKING:
+    from longtail.partial_rollout.engines.vllm.core import Core
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def parameter_shapes(model: str) -> tuple[Shapes, dict[str, str]]:
-    """Of the model as `transformers` builds it, whose names a trainer's state dict has, without memory for them. And
-    the names of tied parameters, which are left out of the first, with the name that each is tied to."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def parameter_shapes(config: Any) -> tuple[Shapes, dict[str, str]]:
+    """Of the model as `transformers` builds it of this config, whose names a trainer's state dict has, without memory
+    for them. And the names of tied parameters, which are left out of the first, with the name that each is tied to."""
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        made = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     made.tie_weights()
     shapes: Shapes = {}
     names: dict[int, str] = {}
@@ -36,42 +41,40 @@ def parameter_shapes(model: str) -> tuple[Shapes, dict[str, str]]:
 
 
 class Updater:
-    """Loads state dicts into a core's workers. model: a directory or hub id."""
+    """Loads state dicts into a core's workers."""
 
-    def __init__(self, core: Core, model: str) -> None:
-        self.core, self.model = core, model
-        self._parameters: tuple[Shapes, dict[str, str]] | None = None
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._shapes: Shapes | None = None
         self.is_broken = False
         """An update failed half-way: the weights are neither the old nor the new ones."""
 
     def check(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """weights: a complete state dict (a tied LM head may be left out). ValueError names what does not fit.
         -> those that count, without what is tied to another."""
-        return check_weights(self._known()[0], weights)
-
-    def _known(self) -> tuple[Shapes, dict[str, str]]:
-        if self._parameters is None:
-            self._parameters = parameter_shapes(self.model)
-        return self._parameters
+        if self._shapes is None:
+            self._shapes, _ = parameter_shapes(self.core.config.model_config.hf_config)
+        return check_weights(self._shapes, weights)
 
     def load(self, checked: Mapping[str, torch.Tensor], version: int) -> None:
-        """Every worker reads all of them, and keeps its part in the model's dtype and layout."""
+        """Every worker gets all of them, and keeps its part in the model's dtype and layout."""
         self.is_broken = True
-        # A tied LM head as well: a CPU's workers hold a packed copy of it, which the embedding alone would not renew.
-        complete = {**checked, **{name: checked[other] for name, other in self._known()[1].items()}}
-        if self.core.runner is not None:
-            with torch.inference_mode():
-                self.core.rpc("reload_weights", weights_iterator=iter(complete.items()))
-        else:
-            self._load_from_file(complete)
+        with self._sent(checked) as update_info:
+            self.core.rpc("start_weight_update")
+            self.core.rpc("update_weights", update_info=update_info)
+            self.core.rpc("finish_weight_update")
         self.core.llm.set_weight_version(str(version))
         self.is_broken = False
 
-    def _load_from_file(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """For workers in processes of their own (tensor parallelism), which share a file system with this one."""
+    @contextlib.contextmanager
+    def _sent(self, weights: Mapping[str, torch.Tensor]) -> Any:
+        """-> where workers find them: in this process, or in files, for workers in others (tensor parallelism)."""
+        if self.core.runner is not None:
+            yield {"tensors": weights}
+            return
         from safetensors.torch import save_file
 
         with tempfile.TemporaryDirectory(prefix="longtail-weights-") as directory:
             tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
             save_file(tensors, Path(directory, "model.safetensors"))
-            self.core.rpc("reload_weights", weights_path=directory)
+            yield {"directory": directory}

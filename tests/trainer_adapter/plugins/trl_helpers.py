@@ -30,29 +30,29 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+def tiny_model(seed: int = 0, **shape: int) -> LlamaForCausalLM:
+    """shape: of the heads, for engines that do not take these."""
     torch.manual_seed(seed)
     size = len(tiny_tokenizer())
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16} | shape
     config = LlamaConfig(
         vocab_size=size,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
         max_position_embeddings=256,
         initializer_range=0.1,
         bos_token_id=None,
         pad_token_id=0,
         eos_token_id=[1, *range(size - NUM_ENDS, size)],
         tie_word_embeddings=True,
+        **heads,
     )
     return LlamaForCausalLM(config)
 
 
-def save_tiny(directory: Path) -> str:
-    tiny_model().save_pretrained(directory)
+def save_tiny(directory: Path, **shape: int) -> str:
+    tiny_model(**shape).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return str(directory)
 
