@@ -14,7 +14,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-areal test-verl test-vllm lint typecheck clean
+.PHONY: help demo test test-areal test-ray test-verl test-vllm lint typecheck clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -35,6 +35,9 @@ test: $(VENV)/.stamp-dev $(VENV)/.stamp-model  ## run all tests, the slow ones t
 test-areal: $(VENV)/.stamp-areal  ## run the server's test with AReaL's own client (400 MB more)
 	OMP_NUM_THREADS=1 LONGTAIL_AREAL_PYTHON=$(abspath $(VENV)-areal/bin/python) \
 	    $(bin)/pytest tests/trainer_adapter/server/test_areal.py
+
+test-ray: $(VENV)/.stamp-dev  ## run the tests of engines as Ray actors, which want the machine for themselves
+	OMP_NUM_THREADS=1 $(bin)/pytest tests/ray -m "not slow"
 
 test-verl: $(VERL_VENV)/.stamp  ## run the tests of the plugin for verl, in an environment of its own
 	$(VERL_VENV)/bin/pytest tests/verl
@@ -67,7 +70,7 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
-	$(pip) install -qq -c constraints.txt -e '.[dev,trl,lora,rewards,serve]'
+	$(pip) install -qq -c constraints.txt -e '.[dev,trl,lora,rewards,serve,ray]'
 	@# The sandbox for programs; where it cannot be had its tests are skipped, and say why.
 	@command -v bwrap >/dev/null || apt-get install -qq -y bubblewrap >/dev/null 2>&1 || \
 	    echo 'bubblewrap is missing (apt-get install bubblewrap): the tests of the sandbox are skipped'

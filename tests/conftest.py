@@ -1,8 +1,8 @@
 """Which tests need a process of their own: those are left out of a run unless they are named.
 
 Triton either interprets kernels or compiles them, decided once in a process, and the other tests want neither.
-`make test` runs all parts but those with an environment of their own: tests/verl (`make test-verl`) and tests/vllm
-(`make test-vllm`).
+`make test` runs all parts but those with an environment of their own, tests/verl (`make test-verl`) and tests/vllm
+(`make test-vllm`), and tests/ray (`make test-ray`), whose actors want the cores.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-OWN_PROCESS = {Path(__file__).parent / name for name in ("triton", "triton_compile", "verl", "vllm")}
+OWN_PROCESS = {Path(__file__).parent / name for name in ("ray", "triton", "triton_compile", "verl", "vllm")}
 NO_GPU = "needs a CUDA device"
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# No actor is killed because another test wants memory. (Ray's name is not in capitals.)
+os.environ.update({"RAY_memory_monitor_refresh_ms": "0"})
 
 
 @pytest.fixture(scope="session")
@@ -14,9 +20,18 @@ def cluster() -> Iterator[str]:
     """-> its address. This process has joined it: pools with address "local" or "auto" run there."""
     import ray
 
-    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
+    with tempfile.TemporaryDirectory(prefix="ray-") as directory:  # short: sockets lie in it
+        ray.init(
+            address="local",
+            num_cpus=16,
+            object_store_memory=256 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=directory,
+        )
+        yield ray.get_runtime_context().gcs_address
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,8 @@
-"""Pools of simulated engines on Ray: actors without torch, which are there in a second. Also a program, a trainer that
-is killed: simulated.py ADDRESS STORE LOG.
+"""Pools of simulated engines on Ray: actors without torch, which are there in a second. Also two programs:
+
+simulated.py trainer ADDRESS STORE LOG    A trainer that is killed, and whose engines are.
+simulated.py owner                        Has Ray started for a pool, tells its actors' processes, and waits to be told to
+                                          close it.
 
 Each step of an engine sleeps, so that there is a middle of a step to be killed in.
 """
@@ -7,7 +10,11 @@ Each step of an engine sleeps, so that there is a middle of a step to be killed 
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,14 +56,39 @@ def record(group: Group) -> list[Any]:
     return [[sample.output_ids, [x.hex() for x in sample.logprobs]] for sample in group.samples]
 
 
-def main(address: str, directory: str, log: str) -> None:
+class Killer:
+    """Kills actors of a pool at random moments between the calls of a step and their replies."""
+
+    def __init__(self, pool: EnginePool, most: int, seed: int, rate: float = 0.3) -> None:
+        self.most, self.rate, self.rng = most, rate, random.Random(seed)
+        self.killed: list[Any] = []
+        self._wait = pool._transport.wait
+        pool._transport.wait = self.wait  # type: ignore[method-assign]
+
+    def wait(self, members: Any, timeout: float | None) -> None:
+        import ray
+
+        left = [m for m in members if m not in self.killed]
+        if len(self.killed) < self.most and left and self.rng.random() < self.rate:
+            time.sleep(self.rng.uniform(0, 3 * SECONDS))
+            victim = self.rng.choice(left)
+            self.killed.append(victim)
+            if self.rng.random() < 0.5:
+                ray.kill(victim.actor)
+            else:
+                os.kill(victim.about.process, signal.SIGKILL)
+        self._wait(members, timeout)
+
+
+def train(address: str, directory: str, log: str) -> None:
     """Writes down what it got, one line a delivery."""
     import ray
 
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     file = Path(log)
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    with EnginePool(maker(), count=2, ray=RayConfig(num_cpus=0.1)) as pool:
+    with EnginePool(maker(), count=2, ray=RayConfig(num_cpus=0.1), restarts=100) as pool:
+        Killer(pool, most=100, seed=len(lines), rate=0.05)
         rollout = Rollout(pool, strategy="token-budget:tokens=150", store=directory)
         with rollout, file.open("a") as out:
             for delivery in rollout.store.deliveries(after=lines[-1][0] if lines else 0):
@@ -69,5 +101,14 @@ def main(address: str, directory: str, log: str) -> None:
                     out.flush()
 
 
+def own() -> None:
+    with EnginePool(maker(), count=2, ray="local") as pool:
+        rollout = Rollout(pool)
+        rollout.submit(groups(1))
+        rollout.collect()
+        print(json.dumps([member.about.process for member in pool._crew.members]), flush=True)
+        sys.stdin.readline()
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    {"trainer": train, "owner": own}[sys.argv[1]](*sys.argv[2:])
