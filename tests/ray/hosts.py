@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 SHELL = """
-hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mkdir -p /tmp/ray && mount --bind "$2" /tmp/ray && shift 2 && exec "$@"
+hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mkdir -p /tmp/ray && mount --bind "$2" /tmp/ray && shift 2 &&
+exec "$@"
 """
 """Its own name, shared memory and /tmp/ray, as another machine has."""
 

@@ -1,4 +1,4 @@
-"""A trainer on one host with an engine on each of two, and a link between them that is cut and mended: parted.py CONFIG.
+"""A trainer on one host, an engine on each of two, and a link between them that is cut and mended: parted.py CONFIG.
 
 CONFIG and what it writes are JSON. It cuts the link after some steps, and mends it when it has seen what the plan waits
 for, so that no time is guessed. Each step of an engine sleeps, so that there is a middle of it.
