@@ -218,6 +218,8 @@ class ClusterSpec:
     """Or "keep"."""
     affinity: bool = True
     """Paused samples return to where their KV is."""
+    siblings: bool = False
+    """A group's samples go to where the last of it went, as in an `EnginePool`."""
     routing: str = "load"
     """Or "group": each group is bound to an instance (`SimulatedCluster`)."""
     published: Mapping[str, Any] | None = None

@@ -9,6 +9,7 @@ import functools
 import importlib
 import math
 import os
+import time
 from typing import Any, Literal
 
 EngineName = Literal["native", "vllm"]
@@ -75,8 +76,14 @@ class Engines:
     ray: str | None = None
     name: str = "native"
     """As `make_engine` takes it."""
+    slowed: float = 1.0
+    """The model's passes take so many times their CPU time, asleep for the rest (`slow_engine`)."""
 
     def __post_init__(self) -> None:
+        if not 1.0 <= self.slowed < math.inf:
+            raise ValueError(f"slowed must be a factor of at least 1, not {self.slowed!r}")
+        if self.slowed > 1.0 and self.ray is None:
+            raise ValueError("slowed: engines that share cores are those on Ray; give ray, or leave it out")
         if self.name != "native" and (self.count > 1 or self.ray is not None):
             raise ValueError(f"engines: the pool is of native ones, not of {self.name}; leave out engines and ray")
 
@@ -88,13 +95,34 @@ class Engines:
         from longtail.partial_rollout.engines.native.engine import NativeEngine
         from longtail.partial_rollout.pool import EnginePool, RayConfig
 
-        ray = None
+        ray, kind = None, NativeEngine if self.slowed == 1.0 else functools.partial(slow_engine, self.slowed)
         if self.ray is not None:
             threads = threads or max(1, (os.cpu_count() or 1) // self.count)
             ray = RayConfig(address=self.ray, num_cpus=threads)
-        share = math.ceil(slots / self.count)
-        factory = functools.partial(NativeEngine, source, threads=threads, max_num_seqs=share, **settings)
+        factory = functools.partial(kind, source, threads=threads, max_num_seqs=self.share(slots), **settings)
         return EnginePool(factory, count=self.count, ray=ray)
+
+    def share(self, slots: int) -> int:
+        """Of an engine."""
+        return math.ceil(slots / self.count)
+
+
+def slow_engine(factor: float, source: str, **settings: Any) -> Any:
+    """A native engine that a machine with few cores can have many of, side by side: it sleeps after each forward pass
+    until that has taken `factor` times its CPU time. What it makes is the same."""
+    from longtail.partial_rollout.engines.native.engine import NativeEngine
+
+    engine = NativeEngine(source, **settings)
+    forward = engine.decoder.forward
+
+    def slow(*arguments: Any) -> Any:
+        start = time.process_time()
+        logits = forward(*arguments)
+        time.sleep((factor - 1.0) * (time.process_time() - start))
+        return logits
+
+    engine.decoder.forward = slow  # type: ignore[method-assign]
+    return engine
 
 
 def speculation_of(engine: Any) -> dict[str, Any]:

@@ -69,6 +69,9 @@ class BenchConfig:
     """A pool of so many native ones, which share the slots; 1, without ray: one, without a pool."""
     ray: str | None = None
     """The engines are Ray actors: "local", "auto" or an address; None: they are in this process, and take turns."""
+    slowed: float = 1.0
+    """Each engine on Ray sleeps until a pass has taken so many times its CPU time, so that few cores have room for
+    many."""
 
     def __post_init__(self) -> None:
         for name in ("iterations", "prompts", "group_size", "slots", "engines"):
@@ -81,9 +84,12 @@ class BenchConfig:
         check_engine(self.engine, threads=self.threads, numerics=self.numerics)
         if self.engine == "native" and self.numerics is None:
             object.__setattr__(self, "numerics", "exact")
-        Engines(self.engines, self.ray, self.engine)  # checks them
+        self.pool()  # checks it
         check_specs(self.strategies)
         self.params(0)  # checks the sampling fields
+
+    def pool(self) -> Engines:
+        return Engines(self.engines, self.ray, self.engine, self.slowed)
 
     def params(self, prompt: int, samples: int | None = None) -> SamplingParams:
         return SamplingParams(
@@ -117,7 +123,7 @@ def run(
     tokenizer = needed_tokenizer(source)
     tasks = load_tasks(config.tasks, config.prompts * config.iterations, config.seed)
     prompts = [prompt_ids(task, tokenizer) for task in tasks]
-    engine = Engines(config.engines, config.ray, config.engine).make(
+    engine = config.pool().make(
         source,
         tokenizer=tokenizer,
         threads=config.threads,

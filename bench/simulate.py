@@ -152,6 +152,7 @@ class _Simulation:
             lengths=self.prompts.length,
             listener=listener,
             affinity=spec.affinity,
+            siblings=spec.siblings,
             routing="group" if spec.routing == "group" else "load",
             faults=spec.faults,
         )

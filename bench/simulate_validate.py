@@ -26,6 +26,7 @@ import numpy as np
 from longtail.bench import analysis
 from longtail.bench.cluster_spec import BATCHED, Batch, ClusterSpec, Seconds
 from longtail.bench.cost_fit import fit, steps_of
+from longtail.bench.engines import Engines
 from longtail.bench.simulate import run
 from longtail.bench.trace import TraceWriter, read_trace
 from longtail.bench.workload_files import read_workload
@@ -49,31 +50,33 @@ def validate(folder: Path, progress: Callable[[str], None] = lambda text: None) 
     folder = Path(folder)
     path = folder / "trace.parquet" if folder.is_dir() else folder
     df = read_trace(path)
-    measured = _summary(df)
-    names = list(measured)
-    settings = {name: _settings(df, name) for name in names}
+    found = measured(df)
+    names = list(found)
+    settings = {name: settings_of(df, name) for name in names}
     for name, own in settings.items():
-        if not measured[name]["complete"]:
+        if not found[name]["complete"]:
             raise ValueError(f"{path}: run {name} was cut off; validate on a bench that ended")
         if own.get("drafter"):
             raise ValueError(f"{path}: run {name} drafts ({own['drafter']}); validate on a bench without --drafter")
+        if own.get("engines", 1) > 1 and own.get("ray") is None:
+            raise ValueError(f"{path}: the engines of run {name} took turns in one process; validate on one with --ray")
     progress(f"fitting to {names[0]}")
     costs = fit(df, runs=[names[0]])
     rows = []
     for name in names:
         progress(f"predicting {name}")
-        predicted = _predict(df, path, name, names[0], costs, settings[name])
-        floor = _floor(df, name, costs)
-        step = dataclasses.replace(costs.step, scale=costs.step.scale * (1.0 + floor))
-        own = _predict(df, path, name, names[0], dataclasses.replace(costs, step=step), settings[name])
+        predicted = predict(df, path, name, names[0], costs, settings[name])
+        slower = floor(df, name, costs)
+        step = dataclasses.replace(costs.step, scale=costs.step.scale * (1.0 + slower))
+        own = predict(df, path, name, names[0], dataclasses.replace(costs, step=step), settings[name])
         rows.append(
             {
                 "run": name,
                 "seen": name == names[0],
-                "floor": floor,
-                "at its speed": _pair(own["wall_seconds"], measured[name]["wall_seconds"]),
+                "floor": slower,
+                "at its speed": _pair(own["wall_seconds"], found[name]["wall_seconds"]),
                 **{
-                    label: _pair(predicted[key], measured[name][key])
+                    label: _pair(predicted[key], found[name][key])
                     for key, label in (*COMPARED, *SCHEDULE)
                 },
             }
@@ -81,7 +84,7 @@ def validate(folder: Path, progress: Callable[[str], None] = lambda text: None) 
     return {"trace": str(path), "calibrated_on": names[0], "report": costs.report, "rows": rows}
 
 
-def _settings(df: pd.DataFrame, name: str) -> dict[str, Any]:
+def settings_of(df: pd.DataFrame, name: str) -> dict[str, Any]:
     started = df[(df["run"] == name) & (df["kind"] == "run_start")]
     if not len(started):
         raise ValueError(f"run {name} does not say its settings; validate on the trace of a `longtail bench`")
@@ -92,11 +95,13 @@ def _settings(df: pd.DataFrame, name: str) -> dict[str, Any]:
     return settings
 
 
-def _predict(
+def predict(
     df: pd.DataFrame, path: Path, name: str, first: str, costs: CostModel, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """`analysis.summary` of the simulated run."""
+    """`analysis.summary` of the simulated run. first: the run of the trace `df` (at `path`) that was fitted, with its
+    lengths, and its seconds of grading and of KV; settings: of the run to predict, called `name`."""
     workload = read_workload(path, run=first)
+    engines = Engines(settings.get("engines", 1), settings.get("ray"))
     spec = _Fitted(
         name="validation",
         batch=Batch(
@@ -106,19 +111,24 @@ def _predict(
         ),
         instances=(),
         seconds=Seconds(
-            update=costs.update or 0.0, grade=_grade_seconds(df, first), graders=1, **_kv_seconds(df, first)
+            update=_update_seconds(df, first, costs),
+            grade=_grade_seconds(df, first),
+            graders=1,
+            **_kv_seconds(df, first),
         ),
         costs=costs,
-        own_slots=settings["slots"],
+        siblings=settings.get("ray") is not None or engines.count > 1,
+        count=engines.count,
+        own_slots=engines.share(settings["slots"]),
         own_batched=settings.get("max_num_batched_tokens", BATCHED),
         kv_on_update=settings.get("kv_on_update", "recompute"),
     )
     trace = TraceWriter()
     run(spec, workload, name, trace.listener(name), budget=settings.get("token_budget"), at_once=True)
-    return _summary(trace.frame())[name]
+    return measured(trace.frame())[name]
 
 
-def _summary(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
+def measured(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """With what `SCHEDULE` needs besides."""
     counts = df[df["kind"] == "step"].groupby("run")[["num_passes", "num_prefill_tokens"]].sum()
     return {
@@ -143,6 +153,15 @@ def _kv_seconds(df: pd.DataFrame, name: str) -> dict[str, float]:
     return result
 
 
+def _update_seconds(df: pd.DataFrame, name: str, costs: CostModel) -> float:
+    """The time between iterations, in which weights are sent; at least what engines say that an update takes."""
+    own = df[df["run"] == name]
+    ends, starts = (own.loc[own["kind"] == f"iteration_{what}", "time"].to_numpy() for what in ("end", "start"))
+    if len(starts) < 2 or len(ends) < len(starts) - 1:
+        return costs.update or 0.0
+    return max(float((starts[1:] - ends[: len(starts) - 1]).mean()), costs.update or 0.0)
+
+
 def _grade_seconds(df: pd.DataFrame, name: str) -> float:
     """Of the time with nothing to do but wait for graders, a sample's share."""
     own = df[df["run"] == name]
@@ -153,16 +172,18 @@ def _grade_seconds(df: pd.DataFrame, name: str) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Fitted(ClusterSpec):
-    """One instance with fitted costs."""
+    """Instances with fitted costs."""
 
     costs: CostModel
+    count: int
     own_slots: int
+    """Of each instance."""
     own_batched: int
     """Tokens of one forward pass."""
 
     @property
     def slots(self) -> int:
-        return self.own_slots
+        return self.count * self.own_slots
 
     def kinds(self) -> list[Instances]:
         settings = {
@@ -173,13 +194,13 @@ class _Fitted(ClusterSpec):
             "restore_seconds": self.seconds.restore,
             "kv_on_update": self.kv_on_update,
         }
-        return [Instances(count=1, cost=self.costs.step, settings=settings)]
+        return [Instances(count=self.count, cost=self.costs.step, settings=settings)]
 
     def grade_seconds(self) -> float:
         return self.seconds.grade or 0.0
 
 
-def _floor(df: pd.DataFrame, name: str, costs: CostModel) -> float:
+def floor(df: pd.DataFrame, name: str, costs: CostModel) -> float:
     """Measured over fitted seconds of this run's own passes, less 1."""
     steps = steps_of(df[df["run"] == name])
     fitted = costs.step.many(steps.seqs, steps.rows, steps.context) - costs.step.between

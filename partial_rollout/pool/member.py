@@ -102,10 +102,6 @@ class Member:
         """Whether the oldest call is done."""
         raise NotImplementedError
 
-    def check(self, sample: Sample) -> str | None:
-        """-> what is wrong with a record. EngineLost."""
-        raise NotImplementedError
-
     def export(self, key: int, to: Member) -> Any:
         """Saved KV that lies here, as `add` of another engine takes it. Does not wait for steps."""
         raise NotImplementedError
@@ -195,7 +191,7 @@ class Transport:
     def adopt(self, engine: Any, now: Any) -> Member:
         return LocalMember(Host(engine), now(), over_wire=self.over_wire)
 
-    def check(self, sample: Sample, members: Sequence[Member]) -> str | None:
+    def check(self, sample: Sample, members: Sequence[Any]) -> str | None:
         """-> what is wrong with it, for any of these engines: it may come to each."""
         return next((problem for member in members if (problem := member.check(sample))), None)
 

@@ -115,24 +115,30 @@ class Moves(Calls):
                 if member.released == "tail":
                     member.released = ""
         self._share()
-        active = crew.active
-        if repack is None or refilled or len(active) < 2 or not crew.entries:
-            return
-        most = min(repack, *(m.about.slots for m in active))
-        kept = keep_packed([m.load for m in active], most)
-        leaving = [m for place, m in enumerate(active) if place not in kept]
-        for member in leaving:
-            member.released = "tail"
-            self._tell_of(member, "released", member.load)
+        if repack is not None and not refilled and crew.entries:
+            self._repack(repack)
+        # Nobody is waited for: engines in a step (it may hang, or its link be cut) let samples go after it.
+        leaving = [m for m in crew.alive if m.released == "tail" and not m.is_stepping]
         if moving := [entry for member in leaving for entry in crew.of(member)]:
             self._move(moving)
 
     def _share(self) -> None:
-        active = self._crew.active
-        room = sum(self._crew.open_slots(self._crew.members.index(m)) for m in active)
-        for member in active:
+        crew = self._crew
+        room = sum(crew.open_slots(crew.members.index(m)) for m in crew.active)
+        for member in crew.active:
             surplus = min(member.load - member.about.slots, room)
-            if surplus > 0:
-                waiting = [e for e in self._crew.of(member) if e.sample.status == "waiting"]
+            if surplus > 0 and not member.is_stepping:
+                waiting = [e for e in crew.of(member) if e.sample.status == "waiting"]
                 self._move(waiting[-surplus:])
                 room -= surplus
+
+    def _repack(self, repack: int) -> None:
+        """Those that it has released before, and that have samples yet, are among those to choose from."""
+        members = [m for m in self._crew.alive if not m.released or (m.released == "tail" and m.load)]
+        if len(members) < 2:
+            return
+        kept = keep_packed([m.load for m in members], min(repack, *(m.about.slots for m in members)))
+        for place, member in enumerate(members):
+            if place not in kept and not member.released:
+                self._tell_of(member, "released", member.load)
+            member.released = "" if place in kept else "tail"

@@ -77,7 +77,9 @@ class EnginePool(Moves):
             else:
                 from longtail.partial_rollout.pool.ray_transport import RayTransport
 
-                transport = RayTransport(engines, RayConfig(address=ray) if isinstance(ray, str) else ray)
+                transport = RayTransport(
+                    engines, RayConfig(address=ray) if isinstance(ray, str) else ray, config.deadline
+                )
         else:
             if ray is not None or count is not None:
                 raise ValueError("count, ray: give a function that makes engines, instead of engines")

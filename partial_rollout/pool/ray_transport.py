@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from longtail.errors import LongtailError
 from longtail.partial_rollout.pool.host import EngineFactory, Host
@@ -27,32 +27,50 @@ ASIDE = "aside"
 """Concurrency group of calls that do not wait for a step."""
 ASIDE_SECONDS = 60.0
 """That such a call may take before its engine counts as lost."""
+ANSWER_SECONDS = 1.0
+"""After which another engine is asked too."""
 READINGS = 5
 """Of an actor's clock; the quickest counts."""
 
 
 class RayHost(Host):
-    """The actor."""
+    """The actor. fetch_seconds: that it waits for saved KV of another one, and its queue with it."""
 
-    def __init__(self, factory: EngineFactory, name: str) -> None:
+    def __init__(self, factory: EngineFactory, name: str, fetch_seconds: float) -> None:
         super().__init__(factory(name=name))
+        self._fetch_seconds = fetch_seconds
+        self._silent: set[str] = set()
+        """Engines whose KV did not come in time: behind a link that is cut, perhaps."""
 
     def _restorable(self, saved: Any) -> Any:
-        if isinstance(saved, list):  # a reference in a list is not fetched before the call
-            import ray
+        return super()._restorable(self._fetched(*saved) if isinstance(saved, Elsewhere) else saved)
 
-            try:
-                saved = ray.get(saved[0])
-            except ray.exceptions.RayError as error:
-                raise LongtailError(f"saved KV could not be fetched ({type(error).__name__})") from error
-            if saved is None:
-                raise LongtailError("saved KV is not there any more")
-        return super()._restorable(saved)
+    def _fetched(self, home: str, reference: Any) -> Any:
+        import ray
+
+        try:
+            saved = ray.get(reference, timeout=0.1 if home in self._silent else self._fetch_seconds)
+        except ray.exceptions.RayError as error:
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                self._silent.add(home)
+            raise LongtailError(f"saved KV could not be fetched ({type(error).__name__})") from error
+        self._silent.discard(home)
+        if saved is None:
+            raise LongtailError("saved KV is not there any more")
+        return saved
 
     def _weights(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
         from longtail.partial_rollout.pool.packed import unpack_weights
 
         return unpack_weights(weights)
+
+
+class Elsewhere(NamedTuple):
+    """Saved KV in the object store. (A reference inside of something is not fetched before the call.)"""
+
+    home: str
+    """Whose it is."""
+    reference: Any
 
 
 class RayMember(Member):
@@ -72,19 +90,15 @@ class RayMember(Member):
 
         return bool(ray.wait([self.outstanding[0].handle], timeout=0)[0])
 
-    def check(self, sample: Sample) -> str | None:
-        problem: str | None = _get(self._aside("check", sample), ASIDE_SECONDS)
-        return problem
-
     def export(self, key: int, to: Member) -> Any:
-        return None if self.lost is not None else [self._aside("export", key)]
+        return None if self.lost is not None else Elsewhere(self.name, self.aside("export", key))
 
     def fetch(self, key: int) -> Any:
         if self.lost is not None:
             raise EngineLost(self.lost)
-        return _get(self._aside("export", key), ASIDE_SECONDS)
+        return _get(self.aside("export", key), ASIDE_SECONDS)
 
-    def _aside(self, method: str, *arguments: Any) -> Any:
+    def aside(self, method: str, *arguments: Any) -> Any:
         return getattr(self.actor, method).options(concurrency_group=ASIDE).remote(*arguments)
 
     def kill(self) -> None:
@@ -113,9 +127,10 @@ class RayTransport(Transport):
     """Starts Ray, or joins the one that runs, and makes the actors. A Ray that this process has joined already is used
     as it is. LongtailError if Ray is missing or too old, or cannot be reached."""
 
-    def __init__(self, factory: EngineFactory, config: RayConfig) -> None:
+    def __init__(self, factory: EngineFactory, config: RayConfig, deadline: float | None) -> None:
         super().__init__(factory, keeps_weights=True)
         self.config = config
+        self._fetch_seconds = config.fetch_seconds if deadline is None else min(config.fetch_seconds, deadline / 2)
         try:
             import ray
         except ImportError as error:
@@ -168,7 +183,7 @@ class RayTransport(Transport):
 
     def _actor(self, name: str) -> Any:
         kind = self._ray.remote(concurrency_groups={ASIDE: 2}, **self.config.options())(RayHost)
-        return kind.remote(self.factory, name)
+        return kind.remote(self.factory, name, self._fetch_seconds)
 
     def begin(self, name: str, now: Callable[[], float]) -> None:
         actor = self._actor(name)
@@ -202,14 +217,19 @@ class RayTransport(Transport):
     def adopt(self, engine: Any, now: Callable[[], float]) -> Member:
         raise ValueError("engine: this pool's engines are Ray actors; add_engine() makes one")
 
-    def check(self, sample: Sample, members: Sequence[Member]) -> str | None:
-        """They are alike: the first that answers."""
-        record = record_of(sample)
-        for member in members:
-            try:
-                return member.check(record)
-            except EngineLost:
-                continue  # the next reply that is due from it says so
+    def check(self, sample: Sample, members: Sequence[Any]) -> str | None:
+        """They are alike: the first that answers, in case the link to one is cut."""
+        record, asked = record_of(sample), list[Any]()
+        for number, member in enumerate(members, 1):
+            asked.append(member.aside("check", record))
+            seconds = ANSWER_SECONDS if number < len(members) else ASIDE_SECONDS
+            while asked and (answers := self._ray.wait(asked, timeout=seconds)[0]):
+                asked.remove(answers[0])
+                try:
+                    problem: str | None = _get(answers[0])
+                except EngineLost:
+                    continue  # the next reply that is due from it says so
+                return problem
         raise LongtailError("no engine answers")
 
     def broadcast(self, weights: Mapping[str, Any]) -> Any:
@@ -220,7 +240,7 @@ class RayTransport(Transport):
     def saved(self, snapshot: Any) -> Any:
         from longtail.partial_rollout.pool.packed import pack_snapshot
 
-        return [self._ray.put(pack_snapshot(snapshot))]
+        return Elsewhere("", self._ray.put(pack_snapshot(snapshot)))
 
     def wait(self, members: Sequence[Member], timeout: float | None) -> None:
         handles = [member.outstanding[0].handle for member in members if member.outstanding]
@@ -245,7 +265,7 @@ def _about(ray: Any, actor: Any, now: Callable[[], float]) -> tuple[About, float
     best, about, offset = math.inf, None, 0.0
     for _ in range(READINGS):
         start = now()
-        about = ray.get(actor.about.remote())
+        about = ray.get(actor.about.remote(), timeout=ASIDE_SECONDS)
         took = now() - start
         if took < best:
             best, offset = took, start + took / 2 - about.now

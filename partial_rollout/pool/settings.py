@@ -65,6 +65,9 @@ class RayConfig:
     """Environment variables of the actors."""
     ready_seconds: float = 300.0
     """That actors may take to be there with their engines."""
+    fetch_seconds: float = 30.0
+    """That saved KV may take to come from another engine (at most half of the pool's deadline); it is computed again if
+    it takes longer. Further KV from an engine that has kept one waiting must be there at once, until some is."""
 
     def __post_init__(self) -> None:
         if not self.address or not isinstance(self.address, str):
@@ -74,8 +77,9 @@ class RayConfig:
         for name in ("num_cpus", "num_gpus"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0, not {getattr(self, name)!r}")
-        if not self.ready_seconds > 0:
-            raise ValueError(f"ready_seconds must be above 0, not {self.ready_seconds!r}")
+        for name in ("ready_seconds", "fetch_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
 
     def options(self) -> dict[str, Any]:
         """Of `ray.remote(...)`."""

@@ -18,6 +18,7 @@ from longtail.partial_rollout.engines.simulated import (
     scripted,
 )
 from longtail.partial_rollout.engines.simulated.loads import Loads
+from longtail.partial_rollout.pool import EnginePool
 from longtail.partial_rollout.rollout import Rollout
 from longtail.partial_rollout.strategies import STRATEGIES, make_strategy
 from longtail.sample import Group, Sample
@@ -194,6 +195,29 @@ def test_groups_that_are_bound_wait_for_their_instance() -> None:
         rollout.submit([group("a"), group("b"), group("c")])
         assert finish_times(rollout) == {"a/0": 10.0, "b/0": 2.0, "c/0": 13.0}
         engine.check_integrity()
+
+
+def test_siblings_go_where_a_pool_sends_them() -> None:
+    """New ones, and those that were paused without their KV: the order is one that spreads them otherwise."""
+
+    def groups() -> list[Sample]:
+        return [s for i in range(5) for s in group(f"g{i}", n=3 - i % 2).samples]
+
+    pool = EnginePool(lambda name: SimulatedEngine(name=name, slots=7), count=3)
+    fleet = SimulatedCluster([Instances(count=3, settings={"slots": 7})], siblings=True)
+    placed = []
+    for engine in (pool, fleet):
+        samples = groups()
+        engine.add(samples)
+        paused = engine.pause([s.id for s in samples[::2]], snapshot=False)
+        engine.add(reversed(paused))
+        engine.add(group("g0-more").samples)
+        engine.check_integrity()
+        if engine is pool:
+            entries = pool._crew.entries
+            placed.append({name: int(e.member.name[-1]) for name, e in entries.items() if e.member is not None})
+    assert fleet._where == placed[0]
+    assert {fleet._where[f"g0/{i}"] for i in range(3)} == {0} and {fleet._where[f"g1/{i}"] for i in range(2)} == {1}
 
 
 def test_finishes_are_reported_together_if_the_caller_does_not_mind() -> None:

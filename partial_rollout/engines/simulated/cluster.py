@@ -40,9 +40,10 @@ class SimulatedCluster:
 
     affinity: a paused sample goes back to the instance that saved its KV, if that has a free slot and no more than
     `spread` samples more than the least loaded one; else, and if not, it goes to the least loaded one with memory for
-    it, and its KV is transferred (`transfer_seconds`). routing="group": each group is bound to an instance, in turn,
-    and waits for it even if others are free, as where prompts are dealt out before the rollout. faults: losses of
-    instances, in virtual time.
+    it, and its KV is transferred (`transfer_seconds`). siblings: as `EnginePool` has it, one without saved KV goes to
+    where it ran last, and a new one to where the last of its group was sent, on the same terms. routing="group": each
+    group is bound to an instance, in turn, and waits for it even if others are free, as where prompts are dealt out
+    before the rollout. faults: losses of instances, in virtual time.
 
     `step` ends with the first event that the caller has to hear of. Between two events the output of running samples
     is as of their instance's last event. horizon: the step ends before so many tokens can be exceeded by more than
@@ -59,6 +60,7 @@ class SimulatedCluster:
         version: int = 0,
         listener: Listener = ignore,
         affinity: bool = True,
+        siblings: bool = False,
         routing: Literal["load", "group"] = "load",
         spread: int = SPREAD,
         faults: Sequence[Loss] = (),
@@ -74,10 +76,13 @@ class SimulatedCluster:
         self.clock = VirtualClock() if clock is None else clock
         if routing not in ("load", "group"):
             raise ValueError(f'routing must be "load" or "group", not {routing!r}')
-        self.affinity, self.routing, self.spread = affinity, routing, spread
+        self.affinity, self.siblings, self.routing, self.spread = affinity, siblings, routing, spread
         self._route = ROUTINGS["group" if routing == "group" else "affinity"]
         self._bound: dict[str, int] = {}
         """Instance of each group, where they are bound."""
+        self._homes: dict[tuple[str, str], int] = {}
+        """siblings: the instance that each group ("group", id) and each unfinished sample ("sample", id) came to
+        last."""
         self.alarm: float | None = None  # `step` goes no further than this time either
         self.last_left = self.clock.time  # when a sample left its slot last
         self._version = PolicyVersion(version)
@@ -384,6 +389,8 @@ class SimulatedCluster:
 
     def _place(self, sample: Sample, limit: int | None) -> None:
         number = self._route(sample, self)
+        if self.siblings:
+            self._homes["group", sample.group_id] = self._homes["sample", sample.id] = number
         self._catch_up(number)
         self.instances[number].add((sample,), limit=limit)
         self._where[sample.id] = number
@@ -399,11 +406,13 @@ class SimulatedCluster:
         return self._loads.open_slots(number)
 
     def home(self, sample: Sample) -> int | None:
-        """The instance that saved its KV."""
-        snapshot = sample.snapshot
-        if snapshot is None or not self.affinity or not isinstance(snapshot, SimulatedSnapshot):
-            return None
-        return self._numbers.get(snapshot.engine)
+        """The instance that saved its KV; siblings: or that it ran in, or the last of its group."""
+        snapshot, number = sample.snapshot, None
+        if snapshot is not None and self.affinity and isinstance(snapshot, SimulatedSnapshot):
+            number = self._numbers.get(snapshot.engine)
+        if number is None and self.siblings:
+            number = self._homes.get(("sample", sample.id), self._homes.get(("group", sample.group_id)))
+        return number if number is not None and self._loads.alive[number] else None
 
     def bound(self, sample: Sample) -> int | None:
         number = self._bound.setdefault(sample.group_id, len(self._bound) % len(self.instances))
