@@ -20,7 +20,7 @@ from tests.partial_rollout.store_helpers import FILE, flip, grow, make, raw
 from longtail import Rollout, SampleStore, StoreCorrupt, StoreError, StoreLocked, TokenBudget
 from longtail.partial_rollout import database as database_module
 from longtail.partial_rollout.database import Database
-from longtail.partial_rollout.sqlite_file import LOCK
+from longtail.partial_rollout.directory_lock import LOCK
 
 
 @pytest.fixture
