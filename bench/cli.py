@@ -65,9 +65,10 @@ console = Console(stderr=True)
 def main() -> None:
     """Errors that the user can mend are one line, not a traceback."""
     quiet_threads()
-    # transformers' bars for loading and its advice on configs are noise beside our own progress.
+    # Bars for loading, advice on configs and vLLM's log are noise beside our own progress.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from longtail.errors import LongtailError
 
     try:
