@@ -379,6 +379,7 @@ def _resolve(name: str) -> Path | str:
 
 def _print_headline(summary: dict[str, Any]) -> None:
     from longtail.bench.answer import headline, why
+    from longtail.bench.run import ROUNDING
 
     for sentence in [headline(summary["runs"]), *why(summary["runs"])]:
         console.print(sentence, highlight=False)
@@ -387,9 +388,11 @@ def _print_headline(summary: dict[str, Any]) -> None:
             console.print(f"{name}: {text}", style="yellow", highlight=False)
     if summary["identical_tokens"] is not None:
         same = summary["identical_tokens"]
-        text = "the same tokens and log-probabilities, bit for bit" if same else "DIFFERENT tokens or log-probabilities"
+        bits = summary["config"]["engine"] == "native"
+        text = "and log-probabilities, bit for bit" if bits else f"and, within {ROUNDING:g}, the same log-probabilities"
+        text = f"Every sample has the same tokens {text}" if same else "Some have DIFFERENT tokens or log-probabilities"
         console.print(
-            f"Every sample has {text}, whichever regime ran (updates leave the weights as they are here).",
+            f"{text}, whichever regime ran (updates leave the weights as they are here).",
             style="green" if same else "yellow",
             highlight=False,
         )
