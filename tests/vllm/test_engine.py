@@ -3,6 +3,8 @@ log-probabilities by no more than rounding."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tests.partial_rollout.conftest import group, prompt
@@ -227,3 +229,15 @@ def test_limits_and_model_length(make_vllm: EngineMaker) -> None:
             engine.set_limit(sample.id, 5)
     assert reported == [10, 15]
     assert (sample.num_tokens, sample.finish_reason) == (256, "length")
+
+
+def test_an_engine_that_is_closed_hurts_no_other(make_vllm: EngineMaker, directories: dict[str, Path]) -> None:
+    from longtail.partial_rollout.engines.vllm import VllmEngine
+
+    engine = make_vllm()
+    expected = generate(engine, group("a", prompt(21)))[0]
+    another = VllmEngine(directories["llama"], kv_cache_bytes=4 << 20, max_num_seqs=8, block_size=32)
+    assert_same(generate(another, group("a", prompt(21)))[0], expected)
+    another.close()
+    engine.reset_prefix_cache()
+    assert_same(generate(engine, group("a", prompt(21)))[0], expected)

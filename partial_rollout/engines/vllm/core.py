@@ -12,6 +12,7 @@ import gc
 import itertools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CPU_BLOCK_SIZE, CPU_KV_BYTES = 32, 2 << 30
+_running: weakref.WeakSet[Core] = weakref.WeakSet()
+"""Cores of this process. One that was dropped without `close` is not among them."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,6 +96,7 @@ class Core:
             multiprocess_mode=False,
         )
         self._look()
+        _running.add(self)
         self._stamp = itertools.count()
         self._scheduled: SchedulerOutput | None = None
         self._schedule = self.scheduler.schedule
@@ -261,14 +265,16 @@ class Core:
         return int(self.config.cache_config.block_size)
 
     def close(self) -> None:
-        """Gives back what vLLM holds of the process, so that another engine can start in it."""
+        """The last one of the process gives back what vLLM holds of it, for all engines together."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.scheduler.schedule = self._schedule
         self.llm.engine_core.shutdown()
         del self.llm
         gc.collect()
-        cleanup_dist_env_and_memory()
+        _running.discard(self)
+        if not _running:
+            cleanup_dist_env_and_memory()
 
 
 def _want_batch_invariance() -> None:
