@@ -10,6 +10,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -63,6 +64,7 @@ def make_app(
     handlers = {
         BadRequest: _bad_request,
         ClientGone: _client_gone,
+        ClientDisconnect: _client_gone,  # within its body
         HTTPException: _no_route,
         LongtailError: _stopped,
     }
@@ -113,7 +115,7 @@ async def _bad_request(http: HTTPRequest, error: BadRequest) -> Response:
     return JSONResponse(error.body(), error.status, headers)
 
 
-async def _client_gone(http: HTTPRequest, error: ClientGone) -> Response:
+async def _client_gone(http: HTTPRequest, error: Exception) -> Response:
     return Response(status_code=499)
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.partial_rollout.conftest import make_model, prompt
 from tests.partial_rollout.service_helpers import barrier, continued, make_stepped, params, undisturbed
 from tests.trainer_adapter.server.helpers import client, run_async, save_model, served
-from tests.trainer_adapter.server.load_helpers import LENGTH, body, load, raw, until
+from tests.trainer_adapter.server.load_helpers import LENGTH, body, load, raw, until, vanishes
 
 
 @pytest.mark.slow
@@ -71,6 +71,19 @@ def test_a_client_that_vanishes_frees_its_blocks(streamed: bool) -> None:
         run_async(talk())
         assert server.service.stats().num_cancelled == 1
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_a_client_that_vanishes_within_its_body_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(make_stepped()) as server:
+
+        async def talk() -> None:
+            await vanishes(server, 0)
+            async with client() as http:
+                answer = await http.post(server.url + "/generate", json={**body(3), "stream": False})
+                assert len(answer.json()["output_ids"]) == LENGTH
+
+        run_async(talk())
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_undisturbed_is_undisturbed() -> None:
