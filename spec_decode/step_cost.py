@@ -5,7 +5,7 @@
 g is measured for each row count (the mean of the middle half of the last WINDOW steps: a spike does not show), drawn
 towards the straight line through all of them where a row count has few steps, never falls (isotonic regression), and
 is interpolated where nothing was measured: flat within a block of row_multiple rows, to which the engine pads, linear
-between blocks. Within a block only row counts that were run lately are told apart: a cost from a time when the machine
+between blocks. While one block alone is measured, what further rows cost is taken from passes of prompts. Within a block only row counts that were run lately are told apart: a cost from a time when the machine
 was slower would keep free rows from being tried again. The slope of the context comes from how steps of one row count
 differ.
 
@@ -30,6 +30,8 @@ KNOWN = 5
 """Steps from which a cost is relied on: the middle half of them bears a slow one."""
 LINE_WEIGHT = 2.0
 """Steps that the straight line is worth."""
+PROMPT_ROWS = 2.0
+"""What a row that is verified may cost beside one of a prompt: it has logits of its own, and reads a context."""
 EXACT_ROWS = 64
 """Row counts up to here have a measurement each; above, neighbours within 1/16 share one."""
 
@@ -90,6 +92,7 @@ class StepCost:
         self._buckets: dict[int, _Bucket] = {}
         self._per_context = 0.0
         self._prefill = [0.0, 0.0]  # seconds, tokens; older ones fade
+        self._prompts: deque[tuple[int, float]] = deque(maxlen=8)  # (rows, seconds) of passes of prompts alone
         self._curve: np.ndarray | None = None  # both as of some steps ago
         self._most_known: int | None = None
 
@@ -118,6 +121,12 @@ class StepCost:
         if bucket.steps <= KNOWN:
             self._most_known = None
         if bucket.steps in (1, 2, KNOWN) or self.num_steps % 16 == 0:
+            self._curve = None
+
+    def record_prompts(self, rows: int, seconds: float) -> None:
+        """A pass of prompts alone."""
+        self._prompts.append((rows, seconds))
+        if len(self._buckets) == 1:
             self._curve = None
 
     @property
@@ -180,7 +189,11 @@ class StepCost:
             half = first[max(int(np.searchsorted(2 * knots, knots[-1], side="right")) - 1, 0)]
             slope = (values[-1] - values[half]) / (padded[-1] - padded[half])
         else:
-            slope = 0.5 * values[-1] / padded[-1]  # half of the cost grows with the rows, until it is known
+            slope = 0.5 * values[-1] / padded[-1]  # at most half of the cost grows with the rows, until it is known
+            for prompt_rows, seconds in self._prompts:
+                if prompt_rows >= 2 * padded[-1]:
+                    each = max(seconds - values[-1], 0.0) / (prompt_rows - padded[-1])
+                    slope = min(slope, PROMPT_ROWS * each)
         curve = np.interp(line_blocks * multiple, padded[last], values[last])
         beyond = line_blocks > block[-1]
         curve[beyond] = values[-1] + slope * (line_blocks[beyond] * multiple - padded[-1])

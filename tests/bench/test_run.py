@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from longtail import NativeEngine
 from longtail.bench.cli import app
+from longtail.bench.engines import batched_tokens, make_engine
+from longtail.bench.models import tiny_llama
 from longtail.bench.run import BenchConfig
 from longtail.bench.strategy_specs import BUDGET_SHARE
 from longtail.bench.trace import read_trace
+from longtail.partial_rollout.engines.native.config import NativeConfig
+from longtail.partial_rollout.pool import EnginePool
 
 
 @pytest.mark.parametrize(
@@ -36,6 +44,15 @@ def test_bench_config_names_the_field(field: str, value: object, message: str) -
 def test_seeds_differ_between_prompts_and_runs() -> None:
     seeds = {BenchConfig(seed=s).params(p).seed for s in range(3) for p in range(20)}
     assert len(seeds) == 60
+
+
+def test_a_bench_records_its_own_engines_batch(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_bytes": 1 << 22, "max_model_len": 64, "threads": 1}
+    model = tiny_llama(tmp_path)
+    assert batched_tokens(make_engine("native", model, max_num_batched_tokens=96, **settings)) == 96
+    with EnginePool(functools.partial(NativeEngine, model, **settings), count=2) as pool:
+        assert batched_tokens(pool) == NativeConfig().max_num_batched_tokens
+    assert batched_tokens(SimpleNamespace(config=SimpleNamespace(max_num_batched_tokens=2048))) == 2048  # as vLLM's
 
 
 @pytest.mark.slow

@@ -69,3 +69,21 @@ def test_a_new_drafter_knows_what_steps_cost(make_engine: EngineMaker) -> None:
     generate(engine, group("h", prompt(8, 1), n=2, max_tokens=12))
     assert cost.num_steps > steps
     assert engine.speculation.controller.reasons[2, "measuring"] == 0
+
+
+def test_passes_of_prompts_alone_tell_what_rows_cost(make_engine: EngineMaker) -> None:
+    """Two prompts in one pass. The third comes while the others decode: its rows are told with theirs."""
+    clock = itertools.count()
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=64, clock=lambda: float(next(clock)), drafter="ngram")
+    assert engine.speculation is not None
+    told: list[tuple[int, float]] = []
+    engine.speculation.cost.record_prompts = lambda rows, seconds: told.append((rows, seconds))  # type: ignore[method-assign]
+    for name, length in (("g", 20), ("h", 30)):
+        engine.add(group(name, prompt(length), n=1, max_tokens=8).samples)
+    engine.step()
+    assert [rows for rows, _ in told] == [50] and told[0][1] > 0
+    engine.step()
+    engine.add(group("i", prompt(9, 2), n=1, max_tokens=4).samples)
+    while engine.has_work:
+        engine.step()
+    assert len(told) == 1

@@ -118,6 +118,24 @@ def test_context_and_prompts_have_their_own_price() -> None:
     assert cost.seconds(2, context=4000, prefill=50) == pytest.approx(0.026, rel=0.04)
 
 
+def test_prompts_tell_what_further_rows_cost_until_it_is_measured() -> None:
+    """One row takes 20 ms; 100 rows of a prompt take 69.5 ms, so 0.5 ms each, and rows that are verified up to twice
+    that. Without prompts, or with such that tell nothing (few rows, a pass that compiled something): 10 ms each."""
+    cost = StepCost()
+    cost.record(1, 0.020)
+    assert cost.curve(9)[[1, 2, 9]].tolist() == pytest.approx([0.020, 0.030, 0.100])
+    cost.record_prompts(1, 0.005)
+    cost.record_prompts(100, 5.0)
+    assert cost.curve(9)[[1, 2, 9]].tolist() == pytest.approx([0.020, 0.030, 0.100])
+    cost.record_prompts(100, 0.0695)
+    assert cost.curve(9)[[1, 2, 9]].tolist() == pytest.approx([0.020, 0.021, 0.028])
+    assert not cost.is_known(4)
+    for _ in range(8):
+        cost.record(1, 0.020)
+        cost.record(5, 0.040)
+    assert cost.curve(9)[[1, 5, 9]].tolist() == pytest.approx([0.020, 0.040, 0.060])
+
+
 def test_what_is_known() -> None:
     cost = StepCost(4)
     assert cost.is_empty

@@ -238,6 +238,8 @@ class Stepper:
                 context=self._context(decoding),
                 prefill=prefill,
             )
+        elif prefill:
+            self.speculation.prompts_done(prefill, seconds)
         for outcome in by_sequence.values():
             if outcome.emitted:
                 self.speculation.observe(outcome.seq.sample, outcome.emitted)
