@@ -217,6 +217,7 @@ def main(path: str) -> None:
     ray.init(
         address="local",
         num_cpus=4,
+        object_store_memory=128 << 20,
         resources={"place": 1},
         include_dashboard=False,
         log_to_driver=False,
