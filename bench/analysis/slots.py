@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 from typing import Any
 
 import pandas as pd
@@ -48,7 +49,7 @@ def intervals(df: pd.DataFrame) -> pd.DataFrame:
     Outcome is the release: finish, length (a finish at the cap), pause, park, preempt, or open (still held when the run
     ended). A trace does not name slots: each interval takes the lowest one of its engine free at its start, so the
     numbers are a drawing aid; how many are taken at any moment is exact. Of a pool's engines, each one's slots follow
-    those of the one that appeared before. Raises TraceError if a sample is admitted twice at once.
+    those of the one before. Raises TraceError if a sample is admitted twice at once.
     """
     result = []
     for run in split_runs(df):
@@ -161,16 +162,21 @@ def _with_lanes(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def _with_lanes_of_engines(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Each engine, in order of appearance, has lanes of its own."""
+    """Each engine, in the order of names and numbers, has lanes of its own."""
     by_engine: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_engine.setdefault(row["engine"], []).append(row)
     first = 0
-    for own in by_engine.values():
+    for _, own in sorted(by_engine.items(), key=lambda item: _natural(item[0])):
         for row in _with_lanes(own, name):
             row[name] += first
         first = max(row[name] for row in own) + 1
     return rows
+
+
+def _natural(name: str) -> list[str | int]:
+    """pool-10 after pool-9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _most_slots(occupied: pd.DataFrame, run: str) -> int:

@@ -36,6 +36,10 @@ OUTCOMES = {
 }
 
 
+NAMED = 12
+"""Engines of a panel that its axis names, at most."""
+
+
 @styled
 def slot_timeline(df: pd.DataFrame) -> Figure:
     """One panel a run, one row a slot, a bar for each stay of a sample; all panels share the time axis. Of a pool the
@@ -140,9 +144,10 @@ def _bars(axes: Axes, held: pd.DataFrame, colour: str) -> None:
 
 
 def _engine_ticks(axes: Axes, held: pd.DataFrame) -> None:
-    """Each engine's name at the middle of its slots, and lines between them."""
-    rows = held.groupby("engine", sort=False)["slot"].agg(["min", "max"])
-    axes.set_yticks(((rows["min"] + rows["max"]) / 2).to_list(), [str(name) for name in rows.index])
+    """Each engine's name (of many, some) at the middle of its slots, and lines between them."""
+    rows = held.groupby("engine")["slot"].agg(["min", "max"]).sort_values("min")
+    named = rows.iloc[:: -(-len(rows) // NAMED)]
+    axes.set_yticks(((named["min"] + named["max"]) / 2).to_list(), [str(name) for name in named.index])
     axes.tick_params(axis="y", length=0)
     for first in rows["min"].to_list()[1:]:
         axes.axhline(first - 0.5, color=INK, linewidth=0.6)
