@@ -74,7 +74,7 @@ def _span(span: Any, pid: int, tid: int, number: int) -> list[dict[str, Any]]:
 def _thread_name(span: Any, several: bool) -> str:
     """several: engines are in the run; each has threads of its own."""
     if span.track == "slots":
-        return f"slot {span.lane}"
+        return f"slot {span.lane} of {span.engine}" if several and span.engine else f"slot {span.lane}"
     return f"{span.track} of {span.engine}" if several and span.engine else str(span.track)
 
 

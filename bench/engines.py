@@ -115,9 +115,9 @@ def slow_engine(factor: float, source: str, **settings: Any) -> Any:
     engine = NativeEngine(source, **settings)
     forward = engine.decoder.forward
 
-    def slow(*arguments: Any) -> Any:
+    def slow(batch: Any, cache: Any) -> Any:
         start = time.process_time()
-        logits = forward(*arguments)
+        logits = forward(batch, cache)
         time.sleep((factor - 1.0) * (time.process_time() - start))
         return logits
 

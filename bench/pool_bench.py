@@ -5,11 +5,13 @@ Recomputed: the same sample, without its KV and with empty prefix caches. Both i
 machine down hits both; the tokens are the same bits.
 
 Overhead: `live` samples decode; the share of the time that no engine was in a step (of one engine alone, and of the
-pool of that one), and the time of a step of the pool over that of the engine alone, pair by pair.
+pool of that one, or of one like it on Ray), and the time of a step of the pool over that of the engine alone, pair by
+pair.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -135,22 +137,19 @@ def _to_next(pool: EnginePool, sample: Sample) -> float:
 
 
 def overhead_row(config: PoolBenchConfig, where: str) -> dict[str, Any]:
-    """In this process the same engine is driven alone and in a pool; on Ray there is the pool alone."""
+    """The engine alone is in this process; the pool is of that one, or of one like it on Ray, which rests meanwhile."""
     from longtail.partial_rollout.pool import EnginePool
 
     settings = {"max_num_seqs": config.live, "max_num_batched_tokens": max(512, config.live), "max_model_len": 256}
     found: dict[str, list[tuple[float, float]]] = {"alone": [], "pool": []}
-    if where == "ray":
-        with _pool(config, 1, where, **settings) as pool:
-            found["pool"] = [_decode(pool, config, repeat) for repeat in range(config.repeats + 1)][1:]
-        return {"measure": "overhead", "live": config.live, **_shares(found)}
     engine = _factory(config, **settings)(name="engine")
-    for repeat in range(config.repeats + 1):
-        for what in ("alone", "pool") if repeat % 2 else ("pool", "alone"):
-            driven = EnginePool([engine]) if what == "pool" else engine
-            took = _decode(driven, config, repeat)
-            if repeat:
-                found[what].append(took)
+    with _pool(config, 1, where, **settings) if where == "ray" else contextlib.nullcontext() as pool:
+        for repeat in range(config.repeats + 1):
+            for what in ("alone", "pool") if repeat % 2 else ("pool", "alone"):
+                driven = engine if what == "alone" else pool or EnginePool([engine])
+                took = _decode(driven, config, repeat)
+                if repeat:
+                    found[what].append(took)
     steps = {what: [wall for wall, _ in runs] for what, runs in found.items()}
     return {
         "measure": "overhead",
@@ -161,10 +160,9 @@ def overhead_row(config: PoolBenchConfig, where: str) -> dict[str, Any]:
 
 
 def _shares(found: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
-    there = {what: runs for what, runs in found.items() if runs}
     return {
-        "step_seconds": {what: quantiles([wall for wall, _ in runs]) for what, runs in there.items()},
-        "outside_steps": {what: quantiles([1 - own / wall for wall, own in runs]) for what, runs in there.items()},
+        "step_seconds": {what: quantiles([wall for wall, _ in runs]) for what, runs in found.items()},
+        "outside_steps": {what: quantiles([1 - own / wall for wall, own in runs]) for what, runs in found.items()},
     }
 
 

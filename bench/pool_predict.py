@@ -44,9 +44,9 @@ class PredictConfig:
     """Of each engine."""
     strategy: str = "sync"
     iterations: int = 2
-    prompts: int = 12
+    prompts: int = 8
     group_size: int = 4
-    max_tokens: int = 160
+    max_tokens: int = 80
     slowed: float = 4.0
     ray: str = "local"
 

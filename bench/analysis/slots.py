@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 from typing import Any
 
 import pandas as pd
@@ -43,16 +44,17 @@ def runs(df: pd.DataFrame) -> pd.DataFrame:
 
 
 def intervals(df: pd.DataFrame) -> pd.DataFrame:
-    """Slot occupancy: run, sample, start, end, slot, outcome.
+    """Slot occupancy: run, engine, sample, start, end, outcome, slot.
 
     Outcome is the release: finish, length (a finish at the cap), pause, park, preempt, or open (still held when the run
-    ended). A trace does not name slots: each interval takes the lowest one free at its start, so the numbers are a
-    drawing aid; how many are taken at any moment is exact. Raises TraceError if a sample is admitted twice at once.
+    ended). A trace does not name slots: each interval takes the lowest one of its engine free at its start, so the
+    numbers are a drawing aid; how many are taken at any moment is exact. Of a pool's engines, each one's slots follow
+    those of the one before. Raises TraceError if a sample is admitted twice at once.
     """
     result = []
     for run in split_runs(df):
-        result += _with_lanes(_occupancy(run), "slot")
-    return table(result, ["run", "sample", "start", "end", "outcome", "slot"])
+        result += _with_lanes_of_engines(_occupancy(run), "slot")
+    return table(result, ["run", "engine", "sample", "start", "end", "outcome", "slot"])
 
 
 def active(df: pd.DataFrame) -> pd.DataFrame:
@@ -81,7 +83,7 @@ def timeline(df: pd.DataFrame) -> pd.DataFrame:
     result = []
     for run in split_runs(df):
         spans = [{**row, "track": "slots", "name": row["outcome"], "lane": row["slot"]} for row in
-                 _with_lanes(_occupancy(run), "slot")]  # fmt: skip
+                 _with_lanes_of_engines(_occupancy(run), "slot")]  # fmt: skip
         by_track: dict[str, list[dict[str, Any]]] = {track: [] for track in TRACKS}
         by_track["slots"] = spans
         by_track["iterations"] = _with_lanes(_iteration_spans(run), "lane")
@@ -93,7 +95,7 @@ def timeline(df: pd.DataFrame) -> pd.DataFrame:
         for track, own in by_track.items():
             if track not in ("slots", "iterations"):
                 own.sort(key=lambda row: row["start"])
-                _with_lanes_of_engines(own)
+                _with_lanes_of_engines(own, "lane")
             blank: dict[str, Any] = {"engine": "", "sample": "", "group": ""}
             result += [{**blank, "detail": {}, **row, "track": track} for row in own]
     columns = ["run", "track", "lane", "name", "start", "end", "engine", "sample", "group", "detail"]
@@ -122,13 +124,13 @@ def _iteration_spans(run: Run) -> list[dict[str, Any]]:
 
 def _occupancy(run: Run) -> list[dict[str, Any]]:
     """Intervals without slots, in order of start; starts of equal time keep the order of emission."""
-    admitted: dict[str, float] = {}
+    admitted: dict[str, tuple[float, str]] = {}
     result = []
 
     def close(sample: str, end: float, outcome: str) -> None:
-        result.append(
-            {"run": run.name, "sample": sample, "start": admitted.pop(sample), "end": end, "outcome": outcome}
-        )
+        start, engine = admitted.pop(sample)
+        row = {"run": run.name, "engine": engine, "sample": sample, "start": start, "end": end, "outcome": outcome}
+        result.append(row)
 
     for event in run.of("admit", *RELEASES):
         time = event.time - run.start
@@ -138,7 +140,7 @@ def _occupancy(run: Run) -> list[dict[str, Any]]:
                     f"run {run.name}: sample {event.sample} is admitted at {time:.6f} s and again before it left its "
                     "slot; the engine that wrote this trace lost track of it"
                 )
-            admitted[event.sample] = time
+            admitted[event.sample] = time, event.engine
         elif event.sample in admitted:  # aborting a waiting or paused sample releases no slot
             capped = event.kind == "finish" and event.detail == "length"
             close(event.sample, time, "length" if capped else event.kind)
@@ -159,18 +161,26 @@ def _with_lanes(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _with_lanes_of_engines(rows: list[dict[str, Any]]) -> None:
-    """Each engine, in order of appearance, has lanes of its own."""
+def _with_lanes_of_engines(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Each engine, in the order of names and numbers, has lanes of its own."""
     by_engine: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_engine.setdefault(row["engine"], []).append(row)
     first = 0
-    for own in by_engine.values():
-        for row in _with_lanes(own, "lane"):
-            row["lane"] += first
-        first = max(row["lane"] for row in own) + 1
+    for _, own in sorted(by_engine.items(), key=lambda item: _natural(item[0])):
+        for row in _with_lanes(own, name):
+            row[name] += first
+        first = max(row[name] for row in own) + 1
+    return rows
+
+
+def _natural(name: str) -> list[str | int]:
+    """pool-10 after pool-9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _most_slots(occupied: pd.DataFrame, run: str) -> int:
-    slots = occupied.loc[occupied["run"] == run, "slot"]
-    return int(slots.max()) + 1 if len(slots) else 0
+    """Taken at once."""
+    own = occupied[occupied["run"] == run]
+    held = _with_lanes([{"start": row.start, "end": row.end} for row in rows(own)], "lane")
+    return max((row["lane"] for row in held), default=-1) + 1

@@ -36,9 +36,14 @@ OUTCOMES = {
 }
 
 
+NAMED = 12
+"""Engines of a panel that its axis names, at most."""
+
+
 @styled
 def slot_timeline(df: pd.DataFrame) -> Figure:
-    """One panel a run, one row a slot, a bar for each stay of a sample; all panels share the time axis."""
+    """One panel a run, one row a slot, a bar for each stay of a sample; all panels share the time axis. Of a pool the
+    slots of each engine follow each other, with its name beside them."""
     facts, occupied, steps = analysis.runs(df), analysis.intervals(df), analysis.iterations(df)
     heights = [min(3.2, max(0.9, 0.14 * slots)) for slots in facts["slots"]]
     height = 1.1 + sum(heights) + 0.35 * len(heights)
@@ -50,9 +55,13 @@ def slot_timeline(df: pd.DataFrame) -> Figure:
             _bars(axes, held[held["outcome"] == outcome], colour)
         _iteration_lines(axes, steps[steps["run"] == fact.run])
         axes.set_title(f"{fact.run}: {percent(shares[fact.run])} of slot time empty while generating", fontsize=9)
-        axes.set_ylim(fact.slots - 0.4, -0.6)
-        axes.set_yticks([0, fact.slots - 1] if fact.slots > 1 else [0])
-        axes.set_ylabel("slot")
+        most = max(fact.slots, int(held["slot"].max()) + 1 if len(held) else 0)  # more: engines came and went
+        axes.set_ylim(most - 0.4, -0.6)
+        if held["engine"].nunique() > 1:
+            _engine_ticks(axes, held)
+        else:
+            axes.set_yticks([0, most - 1] if most > 1 else [0])
+            axes.set_ylabel("slot")
     panels[-1].set_xlabel("time since the run's start (s); dotted: iterations")
     panels[-1].set_xlim(0, last(facts))
     seen = [outcome for outcome in OUTCOMES if (occupied["outcome"] == outcome).any()]
@@ -132,6 +141,16 @@ def _bars(axes: Axes, held: pd.DataFrame, colour: str) -> None:
         linewidth=0.35,
         rasterized=len(held) > 3000,
     )
+
+
+def _engine_ticks(axes: Axes, held: pd.DataFrame) -> None:
+    """Each engine's name (of many, some) at the middle of its slots, and lines between them."""
+    rows = held.groupby("engine")["slot"].agg(["min", "max"]).sort_values("min")
+    named = rows.iloc[:: -(-len(rows) // NAMED)]
+    axes.set_yticks(((named["min"] + named["max"]) / 2).to_list(), [str(name) for name in named.index])
+    axes.tick_params(axis="y", length=0)
+    for first in rows["min"].to_list()[1:]:
+        axes.axhline(first - 0.5, color=INK, linewidth=0.6)
 
 
 def _iteration_lines(axes: Axes, own: pd.DataFrame) -> None:

@@ -124,6 +124,8 @@ class Moves(Calls):
 
     def _share(self) -> None:
         crew = self._crew
+        if self.config.routing == "group":  # whose samples wait for their engine
+            return
         room = sum(crew.open_slots(crew.members.index(m)) for m in crew.active)
         for member in crew.active:
             surplus = min(member.load - member.about.slots, room)

@@ -79,12 +79,28 @@ PARTIAL = [
 ]
 
 
+def test_slots_of_a_pool_stand_by_engine() -> None:
+    """Two samples in x, then one in y while x has one; another of y takes the place of the first there. Three at once
+    at most, in four rows: what is counted is what is taken at once."""
+    told = [("A", "x", 0.0, 2.0), ("B", "x", 0.0, 9.0), ("C", "y", 1.0, 3.0), ("D", "y", 3.0, 9.0)]
+    told.append(("E", "z", 4.0, 9.0))
+    events = [Event("run_start", 0.0, detail="{}")]
+    for sample, engine, start, end in told:
+        events.append(Event("admit", start, engine=engine, sample=sample))
+        events.append(Event("finish", end, engine=engine, sample=sample))
+    events = [*sorted(events, key=lambda e: (e.time, e.kind == "admit")), Event("run_end", 9.0)]
+    held = analysis.intervals(frame(r=events)).set_index("sample")
+    assert held["slot"].to_dict() == {"A": 0, "B": 1, "C": 2, "D": 2, "E": 3}
+    assert held["engine"].to_dict() == {"A": "x", "B": "x", "C": "y", "D": "y", "E": "z"}
+    assert analysis.runs(frame(r=events))["slots"].tolist() == [3]
+
+
 def test_intervals_of_the_sync_schedule() -> None:
     held = analysis.intervals(frame(sync=SYNC))
     assert held.to_dict("records") == [
-        {"run": "sync", "sample": "A", "start": 0.0, "end": 4.0, "outcome": "finish", "slot": 0},
-        {"run": "sync", "sample": "B", "start": 0.0, "end": 6.0, "outcome": "finish", "slot": 1},
-        {"run": "sync", "sample": "C", "start": 4.0, "end": 10.0, "outcome": "length", "slot": 0},
+        {"run": "sync", "engine": "", "sample": "A", "start": 0.0, "end": 4.0, "outcome": "finish", "slot": 0},
+        {"run": "sync", "engine": "", "sample": "B", "start": 0.0, "end": 6.0, "outcome": "finish", "slot": 1},
+        {"run": "sync", "engine": "", "sample": "C", "start": 4.0, "end": 10.0, "outcome": "length", "slot": 0},
     ]
 
 

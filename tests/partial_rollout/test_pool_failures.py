@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -62,6 +63,48 @@ def test_a_slow_engine_holds_nobody_up(model: Any) -> None:
     slow.held = set()
     pool.step()
     assert [len(s.output_ids) - n for s, n in zip(samples, before, strict=True)] == [1, 1, 6, 6]
+
+
+def test_nobody_waits_for_a_step_to_share_samples(model: Any) -> None:
+    """Two wait behind the slots of an engine whose step does not end; the other one has room, and goes on. They move
+    when the step has ended."""
+    pool, (slow, quick) = pool_of_held(model, routing="load", deadline=20.0)
+    pool.add(s for i in range(12) for s in group(f"g{i}", prompt(5 + i), max_tokens=5 if i % 2 else 20).samples)
+    assert (slow.load, quick.load) == (6, 6)
+    slow.held = {"step"}
+    while quick.load:
+        pool.step()
+    assert slow.load == 6
+    slow.held = set()
+    pool.step()
+    pool.step()
+    assert (slow.load, quick.load) == (4, 2) and not pool.failures
+
+
+def test_nobody_waits_for_a_step_to_gather_the_tail(model: Any) -> None:
+    """An engine that is to be released keeps its samples until its step has ended; the other one goes on."""
+    pool, (slow, quick) = pool_of_held(model, routing="load", repack=4, deadline=20.0)
+    samples = [s for i in range(4) for s in group(f"g{i}", prompt(5 + i), max_tokens=2 if i == 2 else 30).samples]
+    pool.config = dataclasses.replace(pool.config, repack=None)
+    pool.add(samples)
+    pool.step()
+    pool.step()
+    slow.held = {"step"}
+    pool.step()
+    pool.config = dataclasses.replace(pool.config, repack=4)
+    assert (slow.load, quick.load) == (1, 2)
+    before = len(samples[3].output_ids)
+    for _ in range(8):
+        pool.step()
+    assert len(samples[3].output_ids) == before + 8 and (slow.load, quick.load) == (1, 2)
+    assert pool.engines == {"pool-0": "released", "pool-1": "active"}
+    slow.held = set()
+    pool.step()
+    pool.step()
+    assert (slow.load, quick.load) == (0, 3) and not pool.failures
+    while pool.has_work:
+        pool.step()
+    assert all(len(s.output_ids) == s.params.max_tokens for s in samples)
 
 
 def test_a_hung_engine_is_given_up(model: Any, expected: dict[str, Sample]) -> None:

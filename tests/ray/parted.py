@@ -60,12 +60,11 @@ def slowed(engine: Any) -> Any:
 
 def groups(name: str, count: int = 8, tokens: tuple[int, ...] = (30, 60, 90)) -> list[Group]:
     """Of three samples each; `tokens` in turn."""
-    params = {"n": 3, "temperature": 1.0, "ignore_eos": True}
     return [
         Group.from_prompt(
             f"{name}-{i}",
             [3 + (7 * i + j) % 400 for j in range(10 + 3 * i)],
-            SamplingParams(max_tokens=tokens[i % len(tokens)], seed=i, **params),
+            SamplingParams(n=3, max_tokens=tokens[i % len(tokens)], seed=i, ignore_eos=True),
         )
         for i in range(count)
     ]
@@ -165,22 +164,23 @@ class Parted:
 def short(config: dict[str, Any]) -> dict[str, Any]:
     """The link is back before the deadline."""
     parted = Parted(simulated, config)
-    made = parted.collect(groups("short"), lambda: True, groups("during", 2), strategy="context-aware:chunk=20")
-    return parted.report(*made, "after-short")
+    got, ledger = parted.collect(groups("short"), lambda: True, groups("during", 2), strategy="context-aware:chunk=20")
+    return parted.report(got, ledger, "after-short")
 
 
 def long(config: dict[str, Any]) -> dict[str, Any]:
     """The engine is given up at the deadline; Ray has not noticed anything yet when the link is back."""
     parted = Parted(simulated, config, deadline=3.0)
-    made = parted.collect(groups("long"), lambda: bool(parted.pool.failures), groups("during", 2))
-    return parted.report(*made, "after-long")
+    got, ledger = parted.collect(groups("long"), lambda: bool(parted.pool.failures), groups("during", 2))
+    return parted.report(got, ledger, "after-long")
 
 
 def dead(config: dict[str, Any]) -> dict[str, Any]:
     """Ray declares the node dead; it comes back as another one."""
     parted = Parted(native(config["model"]), config)
-    made = parted.collect(groups("dead"), lambda: bool(parted.pool.failures), [], strategy="token-budget:tokens=700")
-    return parted.report(*made, "after-dead")
+    strategy = "token-budget:tokens=700"
+    got, ledger = parted.collect(groups("dead"), lambda: bool(parted.pool.failures), [], strategy=strategy)
+    return parted.report(got, ledger, "after-dead")
 
 
 def saved(config: dict[str, Any]) -> dict[str, Any]:
@@ -217,6 +217,7 @@ def main(path: str) -> None:
     ray.init(
         address="local",
         num_cpus=4,
+        object_store_memory=128 << 20,
         resources={"place": 1},
         include_dashboard=False,
         log_to_driver=False,

@@ -49,7 +49,8 @@ def results(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         env = os.environ | token | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         start = ["ray", "start", "--address", "$(cat address)", "--node-ip-address", hosts.addresses["b"], "--block"]
-        start += ["--num-cpus", "4", "--resources", shlex.quote('{"place": 1}'), "--disable-usage-stats"]
+        start += ["--num-cpus", "4", "--object-store-memory", str(128 << 20), "--disable-usage-stats"]
+        start += ["--resources", shlex.quote('{"place": 1}')]
         node = f"cd {folder}; until [ -s address ]; do sleep 0.1; done; while true; do {' '.join(start)}; done"
         with (folder / "node").open("wb") as output, (folder / "trainer").open("wb") as errors:
             hosts.start("b", "bash", "-c", node, env=env, stdout=output, stderr=subprocess.STDOUT)
