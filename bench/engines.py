@@ -53,7 +53,15 @@ def make_engine(
         from longtail.partial_rollout.engines.vllm import VllmEngine
 
         given = {key: value for key, value in settings.items() if value is not None}
-        return VllmEngine(model, tokenizer=tokenizer, version=version, drafter=drafter, **given)
+        try:
+            return VllmEngine(model, tokenizer=tokenizer, version=version, drafter=drafter, **given)
+        except ValueError as error:
+            if "KV cache" not in str(error):
+                raise
+            raise ValueError(  # vLLM's words are for settings that are not ours
+                "kv_cache_bytes: vLLM wants room for a sample of max_model_len tokens; give KV more memory, or set a "
+                f"smaller max_model_len. It says: {error}"
+            ) from error
     from longtail.partial_rollout.engines.native.engine import NativeEngine
 
     return NativeEngine(

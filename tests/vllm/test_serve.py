@@ -17,6 +17,7 @@ from tests.trainer_adapter.server.helpers import save_model
 from tests.trainer_adapter.server.load_helpers import load
 from tests.vllm.conftest import HEADS, NOISE, EngineMaker
 
+from longtail.bench.engines import make_engine
 from longtail.partial_rollout.service import RolloutService
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +91,8 @@ def test_a_process(directories: dict[str, Path]) -> None:
         rest = process.stderr.read()
     assert process.returncode in (0, -signal.SIGTERM), rest
     assert "Traceback" not in rest
+
+
+def test_too_little_memory_is_named_in_our_words(directories: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="kv_cache_bytes: vLLM wants room for a sample of max_model_len tokens"):
+        make_engine("vllm", directories["llama"], kv_cache_bytes=1 << 16)

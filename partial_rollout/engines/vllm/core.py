@@ -265,14 +265,19 @@ class Core:
         return int(self.config.cache_config.block_size)
 
     def close(self) -> None:
-        """The last one of the process gives back what vLLM holds of it, for all engines together."""
+        """The last one of the process gives back what vLLM holds of it for all together, its process groups."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.scheduler.schedule = self._schedule
-        self.llm.engine_core.shutdown()
+        _running.discard(self)
+        if _running:  # vLLM's own shutdown would take along what the others run on
+            self.scheduler.shutdown()
+            self.config.compilation_config.static_forward_context.clear()  # the layers, and their caches
+            gc.unfreeze()  # vLLM has frozen what it made at its start
+        else:
+            self.llm.engine_core.shutdown()
         del self.llm
         gc.collect()
-        _running.discard(self)
         if not _running:
             cleanup_dist_env_and_memory()
 
