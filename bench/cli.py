@@ -123,6 +123,9 @@ def bench_command(
         str | None, typer.Option(help="Speculative decoding: ngram, group, group>ngram", show_default="off")
     ] = None,
     engine: Annotated[str, typer.Option(help="native, or vllm, whose threads are OMP_NUM_THREADS")] = "native",
+    alone: Annotated[
+        bool, typer.Option("--alone", help="vllm: first vLLM without longtail, driven synchronously, to compare with")
+    ] = False,
     engines: Annotated[int, typer.Option(min=1, help="A pool of so many, which share the slots")] = 1,
     ray: Annotated[
         str | None,
@@ -153,6 +156,7 @@ def bench_command(
         kv_on_update=kv_on_update,
         drafter=drafter,
         engine=engine,
+        alone=alone,
         engines=engines,
         ray=ray,
     )
