@@ -1,6 +1,7 @@
-"""vLLM alone, driven synchronously, as a plain trainer drives it: the baseline of `longtail bench --engine vllm --alone`.
+"""vLLM alone, driven synchronously, as a plain trainer drives it: what `longtail bench --engine vllm --alone` compares
+with.
 
-    for each batch:  all its samples to vLLM's LLM -> step until all have ended -> weights in place, prefix cache emptied
+    a batch: all its samples to vLLM's LLM -> step until all have ended -> weights in place, prefix cache emptied
 
 The same prompts, parameters and seeds as the strategies have, one request a sample, on an `LLM` with the settings that
 `VllmEngine` has (slots, KV memory, block size, dtype, prefix caching), and nothing of ours around a step: no connector,
@@ -43,7 +44,8 @@ class VllmAlone:
 
         settings = VllmSettings(max_num_seqs=slots, max_model_len=max_model_len)
         args = engine_args(source, settings, {}, is_cpu=current_platform.is_cpu())
-        del args["async_scheduling"]  # as vLLM chooses
+        for name in ("async_scheduling", "weight_transfer_config"):  # as vLLM chooses
+            del args[name]
         self.llm = LLM(**args)
         self.decode, self.max_model_len = decode, max_model_len
         self.eos = eos_of(self.llm.llm_engine.vllm_config.model_config)

@@ -1,8 +1,6 @@
-"""`longtail bench --engine vllm --alone`: vLLM driven by itself makes the strategies' samples, and is their yardstick."""
+"""`longtail bench --engine vllm --alone`: vLLM driven by itself makes the strategies' samples."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
