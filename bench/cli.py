@@ -384,6 +384,7 @@ def _resolve(name: str) -> Path | str:
 def _print_headline(summary: dict[str, Any]) -> None:
     from longtail.bench.answer import headline, why
     from longtail.bench.run import ROUNDING
+    from longtail.bench.vllm_alone import OWN
 
     for sentence in [headline(summary["runs"]), *why(summary["runs"])]:
         console.print(sentence, highlight=False)
@@ -395,8 +396,9 @@ def _print_headline(summary: dict[str, Any]) -> None:
         bits = summary["config"]["engine"] == "native"
         text = "and log-probabilities, bit for bit" if bits else f"and, within {ROUNDING:g}, the same log-probabilities"
         text = f"Every sample has the same tokens {text}" if same else "Some have DIFFERENT tokens or log-probabilities"
+        runs = f"whichever regime ran but {OWN}" if OWN in summary["runs"] else "whichever regime ran"
         console.print(
-            f"{text}, whichever regime ran (updates leave the weights as they are here).",
+            f"{text}, {runs} (updates leave the weights as they are here).",
             style="green" if same else "yellow",
             highlight=False,
         )
