@@ -123,6 +123,9 @@ def bench_command(
         str | None, typer.Option(help="Speculative decoding: ngram, group, group>ngram", show_default="off")
     ] = None,
     engine: Annotated[str, typer.Option(help="native, or vllm, whose threads are OMP_NUM_THREADS")] = "native",
+    alone: Annotated[
+        bool, typer.Option("--alone", help="vllm: first vLLM without longtail, driven synchronously, to compare with")
+    ] = False,
     engines: Annotated[int, typer.Option(min=1, help="A pool of so many, which share the slots")] = 1,
     ray: Annotated[
         str | None,
@@ -153,6 +156,7 @@ def bench_command(
         kv_on_update=kv_on_update,
         drafter=drafter,
         engine=engine,
+        alone=alone,
         engines=engines,
         ray=ray,
     )
@@ -380,6 +384,7 @@ def _resolve(name: str) -> Path | str:
 def _print_headline(summary: dict[str, Any]) -> None:
     from longtail.bench.answer import headline, why
     from longtail.bench.run import ROUNDING
+    from longtail.bench.vllm_alone import OWN
 
     for sentence in [headline(summary["runs"]), *why(summary["runs"])]:
         console.print(sentence, highlight=False)
@@ -391,8 +396,9 @@ def _print_headline(summary: dict[str, Any]) -> None:
         bits = summary["config"]["engine"] == "native"
         text = "and log-probabilities, bit for bit" if bits else f"and, within {ROUNDING:g}, the same log-probabilities"
         text = f"Every sample has the same tokens {text}" if same else "Some have DIFFERENT tokens or log-probabilities"
+        runs = f"whichever regime ran but {OWN}" if OWN in summary["runs"] else "whichever regime ran"
         console.print(
-            f"{text}, whichever regime ran (updates leave the weights as they are here).",
+            f"{text}, {runs} (updates leave the weights as they are here).",
             style="green" if same else "yellow",
             highlight=False,
         )

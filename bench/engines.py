@@ -42,12 +42,11 @@ def make_engine(
     drafter: str | None = None,
     numerics: str | None = None,
     threads: int | None = None,
-    fingerprint_versions: bool = False,
     **settings: Any,
 ) -> Any:
     """A `NativeEngine` or `VllmEngine`. model: a directory or hub id; native: also a loaded model. numerics (None:
-    exact), threads and fingerprint_versions are the native engine's alone. settings: those of both (max_num_seqs,
-    max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update); None leaves one at its default."""
+    exact) and threads are the native engine's alone. settings: those of both (max_num_seqs, max_model_len,
+    max_num_batched_tokens, kv_cache_bytes, kv_on_update, fingerprint_versions); None leaves one at its default."""
     check_engine(name, threads=threads, numerics=numerics)
     if name == "vllm":
         from longtail.partial_rollout.engines.vllm import VllmEngine
@@ -71,7 +70,6 @@ def make_engine(
         drafter=drafter,
         numerics=numerics or "exact",
         threads=threads,
-        fingerprint_versions=fingerprint_versions,
         **settings,
     )
 

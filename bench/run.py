@@ -9,6 +9,7 @@ every regime makes the same samples; their tokens are compared bit for bit.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from longtail.bench.models import needed_tokenizer
 from longtail.bench.strategy_specs import BUDGET_SHARE, check_specs, samples_for, strategy_for
 from longtail.bench.tasks import Task, grade_request, load_tasks, prompt_ids
 from longtail.bench.trace import TraceWriter, replacing
+from longtail.bench.vllm_alone import COUNTER, OWN, VllmAlone
 from longtail.events import Event, Listener
 from longtail.partial_rollout.grading import GradeRequest, GraderPool
 from longtail.partial_rollout.length_bias import LengthBiasWarning
@@ -65,6 +67,8 @@ class BenchConfig:
     """For speculative decoding, as the engine takes it; None: no drafts."""
     engine: str = "native"
     """Or "vllm": tokens are compared, and log-probabilities up to `ROUNDING`."""
+    alone: bool = False
+    """Of vLLM: the first runs are vLLM without longtail, driven synchronously (`vllm_alone`)."""
     engines: int = 1
     """A pool of so many native ones, which share the slots; 1, without ray: one, without a pool."""
     ray: str | None = None
@@ -85,6 +89,8 @@ class BenchConfig:
         if self.engine == "native" and self.numerics is None:
             object.__setattr__(self, "numerics", "exact")
         self.pool()  # checks it
+        if self.alone and self.engine != "vllm":
+            raise ValueError(f"alone: it is vLLM that runs alone; leave it out with engine {self.engine!r}")
         check_specs(self.strategies)
         self.params(0)  # checks the sampling fields
 
@@ -123,21 +129,25 @@ def run(
     tokenizer = needed_tokenizer(source)
     tasks = load_tasks(config.tasks, config.prompts * config.iterations, config.seed)
     prompts = [prompt_ids(task, tokenizer) for task in tasks]
+    max_model_len = max(map(len, prompts)) + config.max_tokens
+    model_weights = load_weights(source)
+    trace = TraceWriter()
+    samples: dict[str, dict[str, Sample]] = {}
+    extras: dict[str, dict[str, Any]] = {}
+    if config.alone:
+        samples |= _run_alone(config, source, tokenizer, tasks, prompts, model_weights, trace, progress)
+        extras |= {name: {"warnings": []} for name in samples}
     engine = config.pool().make(
         source,
         tokenizer=tokenizer,
         threads=config.threads,
         numerics=config.numerics,
         slots=config.slots,
-        max_model_len=max(map(len, prompts)) + config.max_tokens,
+        max_model_len=max_model_len,
         kv_on_update=config.kv_on_update,
         drafter=config.drafter if config.engine == "vllm" else None,  # vLLM is made for it; the native one takes any
         fingerprint_versions=True,
     )
-    model_weights = load_weights(source)
-    trace = TraceWriter()
-    samples: dict[str, dict[str, Sample]] = {}
-    extras: dict[str, dict[str, Any]] = {}
     measured: float | None = None
     with ending(engine), GraderPool(grade_request, workers=1) as graders:
         _warm_up(engine, config, model_weights)
@@ -156,15 +166,10 @@ def run(
                 engine,
                 strategy=strategy,
                 grader=graders,
-                decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+                decode=functools.partial(_decode, tokenizer),
                 listener=listen,
             )
-            groups = [
-                Group.from_prompt(
-                    f"p{i}", prompt, config.params(i, samples_for(strategy, config.group_size)), task=task
-                )
-                for i, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
-            ]
+            groups = _groups(config, tasks, prompts, samples_for(strategy, config.group_size))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", LengthBiasWarning)
                 done = _run_strategy(rollout, config, groups, model_weights, listen)
@@ -187,7 +192,9 @@ def run(
         "machine": machine.describe(),
         "runs": runs,
         "compare": analysis.compare(runs),
-        "identical_tokens": _identical(samples, 0.0 if config.engine == "native" else ROUNDING),
+        "identical_tokens": _identical(
+            {name: own for name, own in samples.items() if name != OWN}, 0.0 if config.engine == "native" else ROUNDING
+        ),
     }
     return BenchResult(summary, trace, frame, samples)
 
@@ -208,6 +215,44 @@ def write(result: BenchResult, out: Path) -> None:
     write_report(out / "report.html", result.frame, result.summary["runs"], meta)
 
 
+def _run_alone(
+    config: BenchConfig,
+    source: str,
+    tokenizer: Any,
+    tasks: list[Task],
+    prompts: list[list[int]],
+    weights: dict[str, Any],
+    trace: TraceWriter,
+    progress: Progress,
+) -> dict[str, dict[str, Sample]]:
+    """-> by run, every sample by id."""
+    alone = VllmAlone(
+        source,
+        slots=config.slots,
+        max_model_len=max(map(len, prompts)) + config.max_tokens,
+        decode=functools.partial(_decode, tokenizer),
+    )
+    made: dict[str, dict[str, Sample]] = {}
+    try:
+        with GraderPool(grade_request, workers=1) as graders:
+            _warm_up_graders(graders, tasks[0])
+            for name in (COUNTER, OWN):
+                alone.sample_by_counter(name == COUNTER)
+                alone.warm_up(_warm_up_group("alone", config, alone.max_model_len).samples, weights)
+                groups = _groups(config, tasks, prompts, config.group_size)
+                record = trace.listener(name)
+
+                def listen(event: Event, name: str = name, record: Listener = record) -> None:
+                    record(event)
+                    progress(name, event)
+
+                alone.run(groups, config.prompts, weights, graders, listen, dataclasses.asdict(config))
+                made[name] = {sample.id: sample for group in groups for sample in group.samples}
+    finally:
+        alone.close()
+    return made
+
+
 def load_weights(source: str) -> dict[str, Any]:
     """A state dict, as a trainer has it."""
     from longtail.partial_rollout.engines.native.loader import load_model
@@ -225,16 +270,31 @@ def _strategy(name: str, config: BenchConfig, measured: float | None) -> Strateg
 def _warm_up(engine: Any, config: BenchConfig, weights: dict[str, Any] | None) -> None:
     """First calls compile and allocate; and no run may find the prefixes of the one before. The prompt is long enough
     for the kernel that uses all threads, the few tokens after it take the one that does not."""
-    assert engine.max_model_len is not None
-    prompt = [5 + i % 90 for i in range(min(128, engine.max_model_len - 8))]
     for number in range(config.engines):  # each engine of a pool gets one: the one with the least to do
-        params = SamplingParams(n=min(2, config.slots), max_tokens=4, seed=1)
-        engine.add(Group.from_prompt(f"warm-up-{number}", prompt, params).samples)
+        engine.add(_warm_up_group(str(number), config, engine.max_model_len).samples)
     while engine.has_work:
         engine.step()
     if weights is not None:
         engine.update_weights(weights, engine.version + 1)
     engine.reset_prefix_cache()
+
+
+def _warm_up_group(name: str, config: BenchConfig, max_model_len: int) -> Group:
+    prompt = [5 + i % 90 for i in range(min(128, max_model_len - 8))]
+    params = SamplingParams(n=min(2, config.slots), max_tokens=4, seed=1)
+    return Group.from_prompt(f"warm-up-{name}", prompt, params)
+
+
+def _groups(config: BenchConfig, tasks: list[Task], prompts: list[list[int]], samples: int) -> list[Group]:
+    """Of all batches. samples: of each prompt."""
+    return [
+        Group.from_prompt(f"p{i}", prompt, config.params(i, samples), task=task)
+        for i, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
+    ]
+
+
+def _decode(tokenizer: Any, token_ids: Any) -> str:
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def _warm_up_graders(graders: GraderPool, task: Task) -> None:

@@ -65,6 +65,8 @@ class VllmSettings:
     softmax of the model's logits."""
     kv_on_update: KVOnUpdate = "recompute"
     """After a weight update: compute unfinished samples' KV again, or keep what older weights made."""
+    fingerprint_versions: bool = False
+    """Count saved KV of every version as made by other weights, equal or not: see the native engine's."""
     save_kv: bool = True
     """Pauses save the KV through a connector of ours, so that samples go on without computing it again, also in another
     process. False: what vLLM's prefix cache still has of it, is used."""

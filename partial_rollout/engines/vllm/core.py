@@ -29,6 +29,7 @@ from longtail.partial_rollout.engines.vllm_plugin import WEIGHT_TRANSFER, regist
 from longtail.sample import Sample
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
@@ -125,12 +126,7 @@ class Core:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        generation = self.config.model_config.try_get_generation_config()
-        eos = generation.get("eos_token_id")
-        if eos is None:
-            eos = getattr(self.config.model_config.hf_text_config, "eos_token_id", None)
-        ids = eos if isinstance(eos, list | tuple) else (eos,)
-        return tuple(i for i in ids if i is not None and 0 <= i < self.vocab_size)
+        return eos_of(self.config.model_config)
 
     @property
     def max_model_len(self) -> int:
@@ -280,6 +276,15 @@ class Core:
         gc.collect()
         if not _running:
             cleanup_dist_env_and_memory()
+
+
+def eos_of(config: ModelConfig) -> tuple[int, ...]:
+    """Ids that end a sample of this model."""
+    eos = config.try_get_generation_config().get("eos_token_id")
+    if eos is None:
+        eos = getattr(config.hf_text_config, "eos_token_id", None)
+    ids = eos if isinstance(eos, list | tuple) else (eos,)
+    return tuple(i for i in ids if i is not None and 0 <= i < config.get_vocab_size())
 
 
 def _want_batch_invariance() -> None:

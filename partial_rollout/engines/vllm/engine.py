@@ -72,7 +72,7 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
             self.core.sample_by_counter(config.logprobs_mode == "raw")
         self._start_drafting(self.core.runner, config, version)
         if self.saver is not None:
-            self.saver.start(self.core)
+            self.saver.start(self.core, version)
         self._updater = Updater(self.core)
         self._epoch = 0
         """Of the prefix cache: a new one finds nothing of those before it."""
@@ -190,7 +190,7 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
         if self.proposer is not None:
             self.proposer.weights_updated(version)
         if self.saver is not None:
-            self.saver.update_weights(checked)
+            self.saver.update_weights(checked, version)
         for stay in list(self._sequences.values()):
             if self.config.kv_on_update == "keep" and stay.admitted_at is not None:
                 stay.kv = "kept"

@@ -43,16 +43,19 @@ class KVSaver(KVLink):
         *,
         encoding: Encoding = "exact",
         keep_older: bool = False,
+        by_version: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """by_version: the version of the weights counts besides what they are."""
         super().__init__(tiers, Fingerprint(""), encoding=encoding, keep_older=keep_older, clock=clock)
+        self._by_version = by_version
         self._arithmetic, self._dtype, self._tied = "", torch.float32, False
 
     def engine_args(self) -> Mapping[str, Any]:
         """Fields of vLLM's EngineArgs."""
         return {"kv_transfer_config": self.config()}
 
-    def start(self, core: Core) -> None:
+    def start(self, core: Core, version: int) -> None:
         """The engine has its core, with the weights of its checkpoint."""
         from longtail.partial_rollout.engines.vllm.connector import release_worker_half
 
@@ -65,13 +68,13 @@ class KVSaver(KVLink):
         self._arithmetic, self._dtype = _arithmetic(config), config.model_config.dtype
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         weights = _checkpoint(config, core.runner.model)
-        self.fingerprint = Fingerprint(uuid.uuid4().hex) if weights is None else self._of(weights)
+        self.fingerprint = Fingerprint(uuid.uuid4().hex) if weights is None else self._of(weights, version)
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """These are in place."""
-        self.weights_updated(self._of(weights.items()))
+        self.weights_updated(self._of(weights.items(), version))
 
-    def _of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
+    def _of(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> Fingerprint:
         """CRC-32 of every tensor, in the model's dtype."""
         found: dict[str, str] = {}
         for name, tensor in weights:
@@ -79,7 +82,8 @@ class KVSaver(KVLink):
                 continue
             data = tensor.detach().to(self._dtype).contiguous().cpu().view(-1).view(torch.uint8).numpy().data
             found[name] = f"{name}{tuple(tensor.shape)}{zlib.crc32(data):08x}"
-        digest = hashlib.blake2b(self._arithmetic.encode(), digest_size=12)
+        suffix = f" version {version}" if self._by_version else ""
+        digest = hashlib.blake2b((self._arithmetic + suffix).encode(), digest_size=12)
         for name in sorted(found):
             digest.update(found[name].encode())
         return Fingerprint(digest.hexdigest())
@@ -89,8 +93,13 @@ def make_saver(config: VllmSettings, tiers: TierConfig | None, clock: Callable[[
     """None where no KV is to be saved, or where it lies in several processes."""
     if not config.save_kv or any(config.engine_args.get(name, 1) != 1 for name in PARALLEL):
         return None
-    keep = config.kv_on_update == "keep"
-    return KVSaver(Tiers(tiers), encoding=config.snapshot_encoding, keep_older=keep, clock=clock)
+    return KVSaver(
+        Tiers(tiers),
+        encoding=config.snapshot_encoding,
+        keep_older=config.kv_on_update == "keep",
+        by_version=config.fingerprint_versions,
+        clock=clock,
+    )
 
 
 def _arithmetic(config: VllmConfig) -> str:
