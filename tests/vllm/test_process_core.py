@@ -34,7 +34,7 @@ PARAMS = [
 def started(directories: dict[str, Path]) -> Iterator[VllmEngine]:
     from longtail.partial_rollout.engines.vllm import VllmEngine
 
-    engine = VllmEngine(directories["llama"], core="process", drafter="group", **SETTINGS)
+    engine = VllmEngine(directories["llama"], core="process", **SETTINGS)
     yield engine
     engine.close()
 

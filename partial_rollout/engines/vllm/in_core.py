@@ -1,4 +1,4 @@
-"""What vLLM's core process loads of ours, by name: its scheduler, and what its workers are extended by.
+"""What vLLM's core process loads of ours, by name: its scheduler, its KV connector, and what extends its workers.
 
 The scheduler is vLLM's. Beside the tokens of each pass it tells what the pass was, as the output of a request that does
 not exist, so that both come in one message and in order (vLLM's frontend skips what it does not know). It adds one
@@ -31,6 +31,7 @@ from vllm.v1.request import Request  # noqa: E402
 
 from longtail.errors import SnapshotMismatch  # noqa: E402
 from longtail.kv_manager.tiers import Tiers  # noqa: E402
+from longtail.partial_rollout.engines.vllm.connector import LongtailConnector  # noqa: E402
 from longtail.partial_rollout.engines.vllm.core import pass_of  # noqa: E402
 from longtail.partial_rollout.engines.vllm.kv_link import PARAMETER, SNAPSHOT  # noqa: E402
 from longtail.partial_rollout.engines.vllm.sampling import KEY, WorkerExtension  # noqa: E402
@@ -40,7 +41,7 @@ from longtail.sample import Sample  # noqa: E402
 from longtail.sampling_params import SamplingParams  # noqa: E402
 from longtail.version import Fingerprint, PolicyVersion  # noqa: E402
 
-__all__ = ["CoreScheduler", "WorkerExtension"]
+__all__ = ["CoreConnector", "CoreScheduler", "WorkerExtension"]
 
 TOLD = "longtail"
 """Id of the request that does not exist."""
@@ -59,7 +60,7 @@ class CoreScheduler(Scheduler):
     """Owns the saved KV of this process, if KV is to be saved: on its way in or out."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        self.saver = _saver_of(vllm_config)  # the connector that vLLM makes looks for it
+        self.saver = _saver_of(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         EngineCore.longtail = _longtail
         self._started = 0.0
@@ -115,12 +116,26 @@ class CoreScheduler(Scheduler):
         return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
+class CoreConnector(LongtailConnector):
+    """vLLM makes its halves before and after the scheduler: whoever comes first makes the saver that it looks for."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        _saver_of(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+
+_SAVERS: dict[str, KVSaver] = {}
+"""Of this process, by the name that its half in the engine's process has given it."""
+
+
 def _saver_of(config: Any) -> Any:
-    """A `KVSaver`, by the name that its half in the engine's process has given it."""
+    """`KVSaver`, or None where no KV is to be saved."""
     if config.kv_transfer_config is None:
         return None
     extra = config.kv_transfer_config.kv_connector_extra_config
-    return KVSaver(Tiers(None), encoding=extra["encoding"], keep_older=extra["keep_older"], name=extra["link"])
+    if (name := extra["link"]) not in _SAVERS:
+        _SAVERS[name] = KVSaver(Tiers(None), encoding=extra["encoding"], keep_older=extra["keep_older"], name=name)
+    return _SAVERS[name]
 
 
 def _sample_of(request: Request) -> Sample:

@@ -16,7 +16,7 @@ import torch
 from longtail.errors import SnapshotMismatch
 from longtail.kv_manager.layout import Layout
 from longtail.kv_manager.snapshot import Snapshot
-from longtail.partial_rollout.engines.vllm.core import CoreDied
+from longtail.partial_rollout.engines.vllm.core import IN_CORE, CoreDied
 from longtail.partial_rollout.engines.vllm.kv_link import SNAPSHOT, Admission
 from longtail.partial_rollout.engines.vllm.saver import KVSaver
 from longtail.partial_rollout.pool.packed import PackedSnapshot, PackedTensor, unpack_snapshot
@@ -40,6 +40,7 @@ class RemoteSaver(KVSaver):
 
     def config(self) -> dict[str, Any]:
         config = super().config()
+        config |= {"kv_connector": "CoreConnector", "kv_connector_module_path": IN_CORE}
         config["kv_connector_extra_config"] |= {"encoding": self.encoding, "keep_older": self.keep_older}
         return config
 
