@@ -43,17 +43,21 @@ def make_engine(
     numerics: str | None = None,
     threads: int | None = None,
     fingerprint_versions: bool = False,
+    core: str | None = None,
     **settings: Any,
 ) -> Any:
     """A `NativeEngine` or `VllmEngine`. model: a directory or hub id; native: also a loaded model. numerics (None:
-    exact), threads and fingerprint_versions are the native engine's alone. settings: those of both (max_num_seqs,
-    max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update); None leaves one at its default."""
+    exact), threads and fingerprint_versions are the native engine's alone, core (None: local) is vLLM's. settings:
+    those of both (max_num_seqs, max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update); None leaves one
+    at its default."""
     check_engine(name, threads=threads, numerics=numerics)
+    if core is not None and name != "vllm":
+        raise ValueError(f"core: {core} says where vLLM's core is; the {name} engine has none, leave it out")
     if name == "vllm":
         from longtail.partial_rollout.engines.vllm import VllmEngine
 
         given = {key: value for key, value in settings.items() if value is not None}
-        return VllmEngine(model, tokenizer=tokenizer, version=version, drafter=drafter, **given)
+        return VllmEngine(model, tokenizer=tokenizer, version=version, drafter=drafter, core=core or "local", **given)
     from longtail.partial_rollout.engines.native.engine import NativeEngine
 
     return NativeEngine(

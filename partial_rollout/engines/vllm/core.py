@@ -26,7 +26,7 @@ import torch
 from longtail.errors import LongtailError, UnsupportedModel
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
 from longtail.partial_rollout.engines.vllm.correction import correct
-from longtail.partial_rollout.engines.vllm.drafters import speculative_config
+from longtail.partial_rollout.engines.vllm.drafters import Proposer, proposer_of, speculative_config
 from longtail.partial_rollout.engines.vllm.kv_link import Admission
 from longtail.partial_rollout.engines.vllm.sampling import EXTENSION, KEY, row_state
 from longtail.partial_rollout.engines.vllm.versions import VllmUnsupported
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
     from vllm.v1.request import Request
+
+    from longtail.partial_rollout.engines.vllm.remote_drafting import RemoteProposer
 
 CPU_BLOCK_SIZE, CPU_KV_BYTES = 32, 2 << 30
 IN_CORE = "longtail.partial_rollout.engines.vllm.in_core"
@@ -84,7 +86,9 @@ class Pass:
     ended: float
     """On this machine's `time.perf_counter`."""
     sample_seconds: float = 0.0
-    """Of these, those that our sampler took; 0 where it is in another process."""
+    """Of these, those that our sampler took; 0 where it is in another process,"""
+    draft_seconds: float = 0.0
+    """and those that our drafts for the next pass took."""
     version: PolicyVersion | None = None
     """Of the weights that made it; None: of those that are in place."""
     admissions: dict[str, Admission] = dataclasses.field(default_factory=dict)
@@ -227,6 +231,10 @@ class Core:
     def is_alive(self) -> bool:
         return True
 
+    def make_proposer(self, version: int) -> Proposer | RemoteProposer | None:
+        """longtail's drafters, for weights of this version; None if vLLM was not made for them."""
+        raise NotImplementedError
+
     def check_alive(self) -> None:
         """CoreDied if the core's process is not there any more."""
 
@@ -310,6 +318,9 @@ class LocalCore(Core):
                     raise VllmUnsupported(f"vLLM's LLMEngine has no {path} (missing: {name}); this vLLM is not known")
                 part = getattr(part, name)
 
+    def make_proposer(self, version: int) -> Proposer | None:
+        return proposer_of(self.runner, version, self.eos_token_ids)
+
     def rpc(self, method: str | Callable[[Any], Any], **kwargs: Any) -> list[Any]:
         return self.llm.collective_rpc(method, kwargs=kwargs)
 
@@ -356,6 +367,7 @@ class LocalCore(Core):
             return [Pass(emitted, {}, {}, {}, 0, [], started, time.perf_counter())]
         done = pass_of(self._scheduled, self.scheduler.requests, emitted, started)
         sampler = getattr(self.runner, "sampler", None)
+        done.draft_seconds = getattr(getattr(self.runner, "drafter", None), "seconds", 0.0)
         if done.counts:
             done.sample_seconds = float(getattr(sampler, "ended", 0.0) - getattr(sampler, "started", 0.0))
         return [done]

@@ -72,7 +72,7 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
         self.max_model_len = self.core.max_model_len
         if config.sampling == "counter":
             self.core.sample_by_counter(config.logprobs_mode == "raw")
-        self._start_drafting(self.core.runner, config, version)
+        self._start_drafting(self.core.make_proposer(version), config)
         if self.saver is not None:
             self.saver.start(self.core)
         self._updater = Updater(self.core)
@@ -200,7 +200,7 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
             num_prefill_tokens=known - decoding,
             num_context_tokens=sum(done.starts.values()) + known,
             num_draft_tokens=done.num_drafts,
-            draft_seconds=0.0 if self.proposer is None else self.proposer.seconds,
+            draft_seconds=done.draft_seconds,
             model_seconds=max(done.ended - done.started - done.sample_seconds, 0.0),
             sample_seconds=done.sample_seconds,
         )

@@ -8,8 +8,8 @@ method to the core, `longtail`, which the engine calls between two passes:
     requests  tokens of each request, and free blocks, for `check_integrity`
     save      the KV of a request, packed; what is to be restored comes with the request (`remote_saver.py`)
 
-Importing this corrects vLLM's faults in the process, before a worker starts there, also where longtail is not installed
-as a plugin of vLLM.
+Importing this is what the plugin does (vLLM's faults, our weight transfer), also where longtail is not installed as a
+plugin of vLLM.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pickle
 import time
 from typing import Any
 
-from longtail.partial_rollout.engines.vllm_plugin import correct
+from longtail.partial_rollout.engines.vllm_plugin import load
 
-correct()
+load()
 
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402 - corrected first
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
@@ -33,12 +33,14 @@ from longtail.errors import SnapshotMismatch  # noqa: E402
 from longtail.kv_manager.tiers import Tiers  # noqa: E402
 from longtail.partial_rollout.engines.vllm.connector import LongtailConnector  # noqa: E402
 from longtail.partial_rollout.engines.vllm.core import pass_of  # noqa: E402
+from longtail.partial_rollout.engines.vllm.drafters import Proposer, proposer_of  # noqa: E402
 from longtail.partial_rollout.engines.vllm.kv_link import PARAMETER, SNAPSHOT  # noqa: E402
 from longtail.partial_rollout.engines.vllm.sampling import KEY, WorkerExtension  # noqa: E402
 from longtail.partial_rollout.engines.vllm.saver import KVSaver  # noqa: E402
 from longtail.partial_rollout.pool.packed import pack_snapshot, unpack_snapshot  # noqa: E402
 from longtail.sample import Sample  # noqa: E402
 from longtail.sampling_params import SamplingParams  # noqa: E402
+from longtail.spec_decode.controller import ControllerConfig  # noqa: E402
 from longtail.version import Fingerprint, PolicyVersion  # noqa: E402
 
 __all__ = ["CoreConnector", "CoreScheduler", "WorkerExtension"]
@@ -64,6 +66,7 @@ class CoreScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         EngineCore.longtail = _longtail
         self._started = 0.0
+        self.proposer: Proposer | None = None
         self._offered: dict[str, str] = {}
         """Samples of requests that the saver knows, by request."""
 
@@ -87,11 +90,14 @@ class CoreScheduler(Scheduler):
         self._offered[request.request_id] = sample.id
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Request]:
-        done = super().finish_requests(request_ids, finished_status)
-        ids = list(self._offered) if request_ids is None else request_ids
-        for request_id in [ids] if isinstance(ids, str) else ids:
+        ids = list(self.requests) if request_ids is None else request_ids
+        ids = [ids] if isinstance(ids, str) else list(ids)
+        done = super().finish_requests(ids, finished_status)
+        for request_id in ids:
             if (sample_id := self._offered.pop(request_id, None)) is not None:
                 self.saver.leave(sample_id)
+            if self.proposer is not None:
+                self.proposer.leave(request_id)
         return done
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -104,6 +110,7 @@ class CoreScheduler(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if scheduler_output.num_scheduled_tokens or scheduler_output.preempted_req_ids:
             done = pass_of(scheduler_output, self.requests, [], self._started)
+            done.draft_seconds = 0.0 if self.proposer is None else self.proposer.seconds
             came = [new.req_id for new in scheduler_output.scheduled_new_reqs]
             for request_id in (*came, *scheduler_output.scheduled_cached_reqs.resumed_req_ids):
                 if request_id in self._offered:
@@ -160,8 +167,11 @@ def _sample_of(request: Request) -> Sample:
 
 
 def _longtail(core: Any, method: str, argument: bytes) -> bytes:
-    """argument, and what is returned: pickled."""
-    return pickle.dumps(_METHODS[method](core, pickle.loads(argument)))
+    """argument, and what is returned: pickled. What is raised is returned."""
+    try:
+        return pickle.dumps(_METHODS[method](core, pickle.loads(argument)))
+    except Exception as error:
+        return pickle.dumps(error)
 
 
 def _freeze(core: Any, mark: int) -> None:
@@ -184,7 +194,7 @@ def _requests(core: Any, _: None) -> tuple[dict[str, list[int]], int]:
 def _start_saver(core: Any, _: None) -> tuple[str, str | None, tuple[Any, str] | None]:
     """-> fingerprint, why no KV can be saved, and else the layout and dtype of the caches."""
     scheduler, saver = core.scheduler, core.scheduler.saver
-    runner = core.model_executor.driver_worker.worker.model_runner
+    runner = _runner(core)
     saver.open(scheduler.vllm_config, scheduler.kv_cache_config, runner.model)
     device = saver.device
     return saver.fingerprint, saver.unavailable, None if device is None else (device.layout, device.dtype)
@@ -203,6 +213,33 @@ def _weights_updated(core: Any, fingerprint: Fingerprint) -> None:
     core.scheduler.saver.weights_updated(fingerprint)
 
 
+def _runner(core: Any) -> Any:
+    """None where the workers have processes of their own."""
+    worker = getattr(core.model_executor, "driver_worker", None)
+    return None if worker is None else worker.model_runner
+
+
+def _start_drafting(core: Any, of: tuple[int, tuple[int, ...]]) -> bool:
+    core.scheduler.proposer = proposer_of(_runner(core), *of)
+    return core.scheduler.proposer is not None
+
+
+def _use_drafter(core: Any, of: tuple[str | None, ControllerConfig | None]) -> None:
+    core.scheduler.proposer.use(*of)
+
+
+def _refilled(core: Any, refilled: bool) -> None:
+    core.scheduler.proposer.refilled = refilled
+
+
+def _drafts_updated(core: Any, version: int) -> None:
+    core.scheduler.proposer.weights_updated(version)
+
+
+def _drafting(core: Any, _: None) -> Any:
+    return core.scheduler.proposer.speculation.report()
+
+
 _METHODS = {
     "freeze": _freeze,
     "thaw": _thaw,
@@ -210,4 +247,9 @@ _METHODS = {
     "start_saver": _start_saver,
     "save": _save,
     "weights_updated": _weights_updated,
+    "start_drafting": _start_drafting,
+    "use_drafter": _use_drafter,
+    "refilled": _refilled,
+    "drafts_updated": _drafts_updated,
+    "drafting": _drafting,
 }

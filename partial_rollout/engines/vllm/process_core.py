@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
+    from longtail.partial_rollout.engines.vllm.remote_drafting import RemoteProposer
+
 PATIENCE = 1.0
 """Seconds between two looks whether the process is still there, while nothing comes from it."""
 
@@ -95,8 +97,19 @@ class ProcessCore(Core):
 
     def call(self, method: str, argument: Any = None) -> Any:
         """Of `in_core`, between two passes."""
+        answer = pickle.loads(self._run(self._utility(method, argument)))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def post(self, method: str, argument: Any = None) -> None:
+        """The same, without waiting for it."""
+        self._post(lambda: self._utility(method, argument))
+
+    def _utility(self, method: str, argument: Any) -> Coroutine[Any, Any, Any]:
         client: Any = self.llm.engine_core
-        return pickle.loads(self._run(client.call_utility_async("longtail", method, pickle.dumps(argument))))
+        made: Coroutine[Any, Any, Any] = client.call_utility_async("longtail", method, pickle.dumps(argument))
+        return made
 
     def _post(self, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In the order of the calls; does not wait."""
@@ -125,6 +138,11 @@ class ProcessCore(Core):
         if self._died is not None:
             raise CoreDied("the process of vLLM's core is gone") from self._died
         self._look()
+
+    def make_proposer(self, version: int) -> RemoteProposer | None:
+        from longtail.partial_rollout.engines.vllm.remote_drafting import RemoteProposer
+
+        return RemoteProposer(self) if self.call("start_drafting", (version, self.eos_token_ids)) else None
 
     def rpc(self, method: str | Callable[[Any], Any], **kwargs: Any) -> list[Any]:
         if not isinstance(method, str):
