@@ -17,6 +17,7 @@ from tests.vllm.conftest import HEADS, EngineMaker, assert_same, generate
 
 from longtail import Sample
 from longtail.events import Event, ignore
+from longtail.spec_decode.choice import make_drafter
 
 if TYPE_CHECKING:
     from longtail.partial_rollout.engines.vllm import VllmEngine
@@ -134,11 +135,39 @@ def test_versions_at_an_update(engine: VllmEngine, make_vllm: EngineMaker) -> No
     assert sum(e.num_output_tokens for e in steps) == 8 * LENGTH
 
 
-def test_kept_kv(directories: dict[str, Path], engine: VllmEngine) -> None:
+def test_an_update_that_broke(
+    engine: VllmEngine, make_vllm: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core makes nothing with weights that are neither the old nor the new ones, until an update has succeeded."""
+    expected = generate(make_vllm(), group("a", prompt(21), n=4, max_tokens=LENGTH))
+    samples, own = some("a"), make_model("llama", **HEADS).state_dict()
+    engine.add(samples)
+    run(engine, samples, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core, "rpc", lambda method, **_: (_ for _ in ()).throw(ConnectionError("lost")))
+        with pytest.raises(ConnectionError):
+            engine.update_weights(own, engine.version + 1)
+    had = [list(s.output_ids) for s in samples]
+    with pytest.raises(RuntimeError, match="failed half-way"):
+        engine.step()
+    engine.check_integrity()
+    assert [s.output_ids for s in samples] == had
+    engine.update_weights(own, engine.version + 1)
+    run(engine, samples)
+    for a, b in zip(samples, expected, strict=True):
+        assert_same(a, b)
+
+
+def test_refused_by_name(directories: dict[str, Path], engine: VllmEngine) -> None:
     with pytest.raises(ValueError, match="core must be one of local, process"):
         type(engine)(directories["llama"], core="elsewhere")
     with pytest.raises(ValueError, match="scheduler_cls"):
         type(engine)(directories["llama"], core="process", engine_args={"scheduler_cls": "x"})
+    with pytest.raises(ValueError, match="cannot go to the process"):
+        engine.use_drafter(make_drafter("ngram"))
+    with pytest.raises(ValueError, match="drafter"):
+        engine.use_drafter("nonsense")
+    assert engine.speculation is not None and engine.speculation.report()["batches"]
 
 
 def test_limits_and_aborts(engine: VllmEngine) -> None:

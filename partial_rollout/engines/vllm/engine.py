@@ -158,7 +158,8 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
                 self._book(done, self._held)
             yield
         finally:
-            self.core.thaw()
+            if not self._updater.is_broken:  # what it would make now is nothing
+                self.core.thaw()
 
     def _book(self, done: Pass, out: StepOutput) -> None:
         offset = self.now() - time.perf_counter()  # 0 on the clock that an engine has by default
