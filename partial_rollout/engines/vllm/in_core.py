@@ -40,7 +40,7 @@ from longtail.partial_rollout.engines.vllm.saver import KVSaver  # noqa: E402
 from longtail.partial_rollout.pool.packed import pack_snapshot, unpack_snapshot  # noqa: E402
 from longtail.sample import Sample  # noqa: E402
 from longtail.sampling_params import SamplingParams  # noqa: E402
-from longtail.spec_decode.controller import ControllerConfig  # noqa: E402
+from longtail.spec_decode.controller import Controller, ControllerConfig  # noqa: E402
 from longtail.version import Fingerprint, PolicyVersion  # noqa: E402
 
 __all__ = ["CoreConnector", "CoreScheduler", "WorkerExtension"]
@@ -224,7 +224,7 @@ def _start_drafting(core: Any, of: tuple[int, tuple[int, ...]]) -> bool:
     return core.scheduler.proposer is not None
 
 
-def _use_drafter(core: Any, of: tuple[str | None, ControllerConfig | None]) -> None:
+def _use_drafter(core: Any, of: tuple[str | None, Controller | ControllerConfig | None]) -> None:
     core.scheduler.proposer.use(*of)
 
 

@@ -56,7 +56,7 @@ class ProcessCore(Core):
             self.llm = self._run(self._make(executor))
             _, self._free = self.call("requests")
         except BaseException:
-            self._stop()
+            self.close()
             raise
         self._num_blocks = self._free
 
@@ -246,10 +246,8 @@ class ProcessCore(Core):
         return self._free
 
     def close(self) -> None:
-        self.llm.shutdown()
-        self._stop()
-
-    def _stop(self) -> None:
+        if hasattr(self, "llm"):
+            self.llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 

@@ -44,14 +44,12 @@ class RemoteProposer:
             self._core.post("refilled", refilled)
 
     def use(self, drafter: str | Drafter | None, controller: Controller | ControllerConfig | None = None) -> None:
-        """As `Proposer.use`, by name."""
+        """As `Proposer.use`, by name; a controller goes as a copy."""
         if not (drafter is None or isinstance(drafter, str)):
             raise ValueError(
                 f"drafter: a {type(drafter).__name__} cannot go to the process of vLLM's core; give its name, or make "
                 'the engine with core="local"'
             )
-        if isinstance(controller, Controller):
-            raise ValueError("controller: it cannot go to the process of vLLM's core; give a ControllerConfig")
         self._core.call("use_drafter", (drafter, controller))
         self.speculation = None if drafter is None else RemoteSpeculation(self._core)
 
