@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 CPU_BLOCK_SIZE, CPU_KV_BYTES = 32, 2 << 30
 IN_CORE = "longtail.partial_rollout.engines.vllm.in_core"
 """What the core's process loads of ours."""
-
 _running: weakref.WeakSet[LocalCore] = weakref.WeakSet()
 """Cores of this process. One that was dropped without `close` is not among them."""
 
