@@ -42,16 +42,21 @@ def make_engine(
     drafter: str | None = None,
     numerics: str | None = None,
     threads: int | None = None,
+    core: str | None = None,
     **settings: Any,
 ) -> Any:
     """A `NativeEngine` or `VllmEngine`. model: a directory or hub id; native: also a loaded model. numerics (None:
-    exact) and threads are the native engine's alone. settings: those of both (max_num_seqs, max_model_len,
-    max_num_batched_tokens, kv_cache_bytes, kv_on_update, fingerprint_versions); None leaves one at its default."""
+    exact) and threads are the native engine's alone, core (None: local) is vLLM's. settings: those of both
+    (max_num_seqs, max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update, fingerprint_versions); None
+    leaves one at its default."""
     check_engine(name, threads=threads, numerics=numerics)
+    if core is not None and name != "vllm":
+        raise ValueError(f"core: {core} says where vLLM's core is; the {name} engine has none, leave it out")
     if name == "vllm":
         from longtail.partial_rollout.engines.vllm import VllmEngine
 
         given = {key: value for key, value in settings.items() if value is not None}
+        given |= {"core": core or "local"}
         try:
             return VllmEngine(model, tokenizer=tokenizer, version=version, drafter=drafter, **given)
         except ValueError as error:

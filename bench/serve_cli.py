@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Annotated, Any, cast
 
@@ -30,6 +31,10 @@ def serve(
     ] = None,
     model_name: Annotated[str, typer.Option(help="As /v1/models has it", show_default="--model")] = "",
     engine: Annotated[str, typer.Option(help="native, or vllm")] = "native",
+    core: Annotated[
+        str | None,
+        typer.Option(help="Of vllm: local, or process (its core has a process of its own)", show_default="local"),
+    ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Samples that run at once")] = 32,
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens of prompt and output", show_default="the model's")
@@ -97,14 +102,15 @@ def serve(
         "threads": threads,
     }
     tokenizer = tokenizer_of(source)
-    made = make_engine(engine, source, version=version, drafter=drafter, **settings)
+    made = make_engine(engine, source, version=version, drafter=drafter, core=core, **settings)
     if tokenizer is None:
         console.print(f"{model} has no tokenizer: token ids only", style="yellow", highlight=False)
     if not config.readable:
         text = f"{host} is not loopback: no weights are taken; name their directory with --weights-root"
         console.print(text, style="yellow", highlight=False)
     about = {"model_path": str(source), "engine": engine, "drafter": drafter, **settings, "version": version}
-    with RolloutService(made, seed=seed, kept=kept) as service:
+    ending = contextlib.closing(made) if core == "process" else contextlib.nullcontext()
+    with ending, RolloutService(made, seed=seed, kept=kept) as service:
         run(
             service,
             config,

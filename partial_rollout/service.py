@@ -206,6 +206,7 @@ class RolloutService:
 
         def update() -> PolicyVersion:
             self.engine.update_weights(weights, self.engine.version + 1 if version is None else version)
+            self._settle()
             return self.engine.version
 
         return self._thread.call(update)
@@ -299,19 +300,24 @@ class RolloutService:
 
     def _abort(self, entries: list[_Entry]) -> int:
         self._take_out(entries, lambda ids: self.engine.pause(ids, snapshot=self._keeps))
-        for entry in entries:
+        self._settle()
+        aborted = [entry for entry in entries if entry.sample.id in self._entries]  # the others had ended by then
+        for entry in aborted:
             self._finish(entry, "abort", "aborted")
             if self._keeps:
                 self._kept.put(entry.sample)
-        return len(entries)
+        return len(aborted)
 
     def _cancel(self, request: Request) -> None:
         def cancel() -> None:
             entry = self._by_request.get(request.id)
             if entry is not None and entry.request is request:
                 self._take_out([entry], self.engine.abort)
+                if len(entry.sample.output_ids) > entry.seen:
+                    self._publish(entry)
                 self._counts["discarded_tokens"] += len(entry.sample.output_ids) - entry.base
                 self._finish(entry, "abort", "cancelled")
+                self._settle()
 
         try:
             self._thread.call(cancel)
@@ -352,16 +358,22 @@ class RolloutService:
     # -- tokens out ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        finished = self.engine.step().finished
-        for entry in self._entries.values():
-            if len(entry.sample.output_ids) > entry.seen:
-                self._publish(entry)
-        for sample in finished:
-            failed = sample.status == "failed"
-            reason = "error" if failed else _END[sample.finish_reason]
-            self._finish(self._entries[sample.id], reason, "failed" if failed else "completed")
+        self.engine.step()
+        self._settle()
         if self._stills and not self._num_inside:
             self._stand_still()
+
+    def _settle(self) -> None:
+        """Tells what samples have gained, and which have ended: in a step, or where an engine that runs ahead says in
+        another call what it has made."""
+        for entry in list(self._entries.values()):
+            sample = entry.sample
+            if len(sample.output_ids) > entry.seen:
+                self._publish(entry)
+            if sample.is_done:
+                failed = sample.status == "failed"
+                reason = "error" if failed else _END[sample.finish_reason]
+                self._finish(entry, reason, "failed" if failed else "completed")
 
     def _publish(self, entry: _Entry) -> None:
         sample, start = entry.sample, entry.seen

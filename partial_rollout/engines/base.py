@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 from longtail.events import Listener
@@ -79,10 +79,16 @@ class EngineBase(Generic[S]):
     def abort(self, sample_ids: Iterable[str], *, reason: FinishReason = "aborted") -> list[Sample]:
         with self._lock, self._journal.telling():
             ending = [find(self._sequences, i) for i in dict.fromkeys(sample_ids)]
-            for seq in ending:
-                self._finish(seq, reason)
-                self._forget(seq.sample)
-            return [seq.sample for seq in ending]
+            with self._between_passes():
+                still = [seq for seq in ending if self._sequences.get(seq.sample.id) is seq]
+                for seq in still:
+                    self._finish(seq, reason)
+                    self._forget(seq.sample)
+            return [seq.sample for seq in still]
+
+    def _between_passes(self) -> AbstractContextManager[None]:
+        """No pass is made meanwhile, and those made before are in the samples: which may have ended by that."""
+        return nullcontext()
 
     def _finish(self, seq: S, reason: FinishReason) -> None:
         raise NotImplementedError

@@ -29,13 +29,13 @@ class Journal:
         sample = seq.sample
         self.add(Event(kind, at, engine=self.engine, sample=sample.id, group=sample.group_id, **fields))
 
-    def step(self, start: float, num_seqs: int, result: PassResult) -> None:
-        """A pass that ends now."""
+    def step(self, start: float, num_seqs: int, result: PassResult, end: float | None = None) -> None:
+        """A pass. end: None: now."""
         self.add(
             Event(
                 "step",
                 start,
-                self.now() - start,
+                (self.now() if end is None else end) - start,
                 self.engine,
                 num_seqs=num_seqs,
                 num_tokens=result.num_tokens,

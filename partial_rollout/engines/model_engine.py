@@ -111,7 +111,10 @@ class ModelEngine(EngineBase[S], abc.ABC):
     def pause(self, sample_ids: Iterable[str] | None = None, *, snapshot: bool = True) -> list[Sample]:
         with self._lock, self._journal.telling():
             ids = list(self._sequences if sample_ids is None else dict.fromkeys(sample_ids))
-            return [self._take_out(seq, "pause", snapshot) for seq in [find(self._sequences, i) for i in ids]]
+            leaving = [find(self._sequences, i) for i in ids]
+            with self._between_passes():
+                still = [seq for seq in leaving if self._sequences.get(seq.sample.id) is seq]
+                return [self._take_out(seq, "pause", snapshot) for seq in still]
 
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """weights: a complete state dict of the model as `transformers` names it (a tied LM head may be left out).
@@ -120,7 +123,8 @@ class ModelEngine(EngineBase[S], abc.ABC):
         with self._lock, self._journal.telling():
             check_newer(version, self._version)
             start = self.now()
-            self._update(weights, PolicyVersion(version))
+            with self._between_passes():
+                self._update(weights, PolicyVersion(version))
             self._journal.add(Event("update", start, self.now() - start, self.name, value=version))
 
     # -- what subclasses say ------------------------------------------------------------------------------------------

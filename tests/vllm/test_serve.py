@@ -23,7 +23,8 @@ from longtail.partial_rollout.service import RolloutService
 ROOT = Path(__file__).parents[2]
 
 
-def test_everything_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("core", ["local", "process"])
+def test_everything_at_once(tmp_path: Path, core: str) -> None:
     """100 streams under three updates: each token is what the weights of its version make of those before it (the
     native engine says which), aborted ones go on from their kept KV, and all blocks come back."""
     from longtail.partial_rollout.engines.vllm import VllmEngine
@@ -31,7 +32,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     models = [make_model("llama", seed=seed, **HEADS) for seed in (0, 1)]
     directories = [save_model(model, tmp_path / str(i)) for i, model in enumerate(models)]
     models[0].save_pretrained(tmp_path / "model")
-    engine = VllmEngine(tmp_path / "model", max_num_seqs=32, kv_cache_bytes=16 << 20, block_size=32)
+    engine = VllmEngine(tmp_path / "model", core=core, max_num_seqs=32, kv_cache_bytes=16 << 20, block_size=32)
     alone = [make_stepped(model, max_num_seqs=64, max_num_batched_tokens=256) for model in models]
     load(engine, alone, directories, streams=100, noise=NOISE)
     engine.close()
@@ -65,9 +66,10 @@ def test_aborted_requests_come_back(make_vllm: EngineMaker) -> None:
     engine.check_integrity()
 
 
-def test_a_process(directories: dict[str, Path]) -> None:
+@pytest.mark.parametrize("core", ["local", "process"])
+def test_a_process(directories: dict[str, Path], core: str) -> None:
     arguments = ["serve", "--engine", "vllm", "--model", str(directories["llama"]), "--port", "0"]
-    arguments += ["--model-name", "tiny", "--kv-cache-mib", "16", "--drafter", "ngram"]
+    arguments += ["--model-name", "tiny", "--kv-cache-mib", "16", "--drafter", "ngram", "--core", core]
     with subprocess.Popen(
         [sys.executable, "-c", "from longtail.bench.cli import main; main()", *arguments],
         stderr=subprocess.PIPE,

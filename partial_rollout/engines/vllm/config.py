@@ -11,6 +11,7 @@ from longtail.partial_rollout.engines.native.config import KVOnUpdate, LogprobsM
 from longtail.partial_rollout.engines.vllm.drafters import speculative_config
 
 SamplingMode = Literal["counter", "vllm"]
+CoreKind = Literal["local", "process"]
 
 OWN_ARGS = {
     "model": "give it as the first argument",
@@ -30,6 +31,7 @@ OWN_ARGS = {
     "tokenizer": "use tokenizer",
     "kv_transfer_config": "use save_kv and tiers",
     "weight_transfer_config": "the engine has its own; use update_weights",
+    "scheduler_cls": "the engine has its own where the core has a process",
 }
 """EngineArgs that the engine sets, and what to do about them."""
 
@@ -44,6 +46,9 @@ ONE_ONLY = {
 class VllmSettings:
     """Checked at construction."""
 
+    core: CoreKind = "local"
+    """local: vLLM's core is in this process, and makes a pass when `step` asks for one. process: it has a process of
+    its own (vLLM's AsyncLLM) and makes passes without being asked; `step` takes what has come."""
     sampling: SamplingMode = "counter"
     """counter: tokens are drawn with noise that is a function of (seed, output position, token id), with the parameters
     and counts of the whole response: a cut, a batch or a draft changes nothing but by the model's rounding. vllm: by
@@ -92,6 +97,7 @@ class VllmSettings:
 
     def __post_init__(self) -> None:
         choices = {
+            "core": ("local", "process"),
             "sampling": ("counter", "vllm"),
             "logprobs_mode": ("processed", "raw"),
             "kv_on_update": ("recompute", "keep"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
@@ -27,6 +27,9 @@ from longtail.spec_decode.metrics import Counts
 from longtail.spec_decode.speculation import Speculation
 from longtail.spec_decode.step_cost import StepCost
 from longtail.version import PolicyVersion
+
+if TYPE_CHECKING:
+    from longtail.partial_rollout.engines.vllm.remote_drafting import RemoteProposer, RemoteSpeculation
 
 PROPOSER = f"{__name__}.Proposer"
 KEY = "longtail"
@@ -118,28 +121,28 @@ _HOW = "make it with speculative_config=drafters.speculative_config(None), or Vl
 class Drafting:
     """What an engine has of a proposer: for `VllmEngine`."""
 
-    proposer: Proposer | None
+    proposer: Proposer | RemoteProposer | None
     """longtail's drafters inside vLLM; None where the engine was made for none of them."""
     _lock: threading.RLock
     eos_token_ids: tuple[int, ...]
     drafts_by_itself: bool
     """Whether a method of vLLM drafts, for the engine's life."""
 
-    def _start_drafting(self, runner: Any, settings: Any, version: int) -> None:
-        """runner: vLLM's, None if it is in another process; settings: `VllmSettings`."""
-        self.proposer = proposer_of(runner, version, self.eos_token_ids)
+    def _start_drafting(self, proposer: Proposer | RemoteProposer | None, settings: Any) -> None:
+        """proposer: None where no worker is in the process of vLLM's core; settings: `VllmSettings`."""
+        self.proposer = proposer
         self.drafts_by_itself = self.proposer is None and (settings.drafter or settings.speculative) is not None
         if settings.drafter is None or is_vllms_own(settings.drafter):
             return
         if self.proposer is None:
             raise ValueError(
-                f"drafter: {settings.drafter!r} drafts in the engine's process, and vLLM's workers have processes of "
+                f"drafter: {settings.drafter!r} drafts in the core's process, and vLLM's workers have processes of "
                 f"their own here (tensor_parallel_size above 1); use a method of vLLM: {', '.join(OWN)}"
             )
         self.proposer.use(settings.drafter)
 
     @property
-    def speculation(self) -> Speculation | None:
+    def speculation(self) -> Speculation | RemoteSpeculation | None:
         """What drafts, and what came of it (`report()`); None while none of longtail's drafters does."""
         return None if self.proposer is None else self.proposer.speculation
 

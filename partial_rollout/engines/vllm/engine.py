@@ -12,8 +12,9 @@ a salt that names the weights. vLLM schedules and computes (`core`); tokens are 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +28,9 @@ from longtail.partial_rollout.engines.native.sampler import check_end
 from longtail.partial_rollout.engines.native.stepper import Outcome, PassResult, commit
 from longtail.partial_rollout.engines.native.stop_text import StopText
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
-from longtail.partial_rollout.engines.vllm.core import Core, Emitted, Pass, check_directory
+from longtail.partial_rollout.engines.vllm.core import Core, Emitted, LocalCore, Pass, check_directory
 from longtail.partial_rollout.engines.vllm.drafters import Drafting
+from longtail.partial_rollout.engines.vllm.kv_link import Admission
 from longtail.partial_rollout.engines.vllm.saver import make_saver
 from longtail.partial_rollout.engines.vllm.stay import Stay, verdict_of
 from longtail.partial_rollout.engines.vllm.weights import Updater
@@ -38,7 +40,7 @@ from longtail.version import PolicyVersion
 
 
 class VllmEngine(Drafting, ModelEngine[Stay]):
-    """Runs models on vLLM, in this process.
+    """Runs models on vLLM, in this process or with its core in another (`VllmSettings.core`).
 
     model: a directory or hub id. tokenizer: needed for stop strings only; loaded from the model's directory when the
     first sample asks for one. version: of the model's weights. tiers: where saved KV goes (by default to host memory,
@@ -64,16 +66,19 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
         source = check_directory(model)
         self.saver = make_saver(config, tiers, clock)
         self._stop_text = StopText(tokenizer, source)
-        self.core = Core(source, config, {} if self.saver is None else self.saver.engine_args())
+        self.core = _core_of(config)(source, config, {} if self.saver is None else self.saver.engine_args())
         self.vocab_size, self.eos_token_ids = self.core.vocab_size, self.core.eos_token_ids
         self.vocabulary = self
         self.max_model_len = self.core.max_model_len
         if config.sampling == "counter":
             self.core.sample_by_counter(config.logprobs_mode == "raw")
-        self._start_drafting(self.core.runner, config, version)
+        self._start_drafting(self.core.make_proposer(version), config)
         if self.saver is not None:
             self.saver.start(self.core, version)
         self._updater = Updater(self.core)
+        self.core.set_weight_version(str(version))
+        self._held = StepOutput(self._version)
+        """Of passes that were told of outside of `step`: the next one reports them."""
         self._epoch = 0
         """Of the prefix cache: a new one finds nothing of those before it."""
         self._left: dict[str, str] = {}
@@ -86,7 +91,12 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
         """None where no KV is saved: `save_kv`, several workers, a model whose layers keep different things."""
         return None if self.saver is None or self.saver.unavailable is not None else self.saver.tiers
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._held.finished or self._held.turns)
+
     def check(self, sample: Sample) -> None:
+        self.core.check_alive()
         super().check(sample)
         if self.config.sampling == "vllm" and sample.params.min_tokens:
             raise ValueError(
@@ -116,6 +126,10 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
         """If vLLM raises, KV of that moment is not trusted, and is computed again."""
         if self.proposer is not None:
             self.proposer.refilled = refilled
+        held, self._held = self._held, StepOutput(self._version)
+        out.finished += held.finished
+        out.turns += held.turns
+        out.num_output_tokens, out.num_seqs = held.num_output_tokens, held.num_seqs
         if not self._sequences:
             return
         if self._updater.is_broken:
@@ -123,53 +137,78 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
                 f"engine {self.name}: an update of the weights failed half-way; repeat update_weights before the "
                 "next step"
             )
-        start = self.now()
         try:
-            done = self.core.step()
+            passes = self.core.step(wait=not (out.finished or out.turns))
         except BaseException:
+            self._held = held
             self._start_over()
             raise
+        for done in passes:
+            self._book(done, out)
+
+    @contextlib.contextmanager
+    def _between_passes(self) -> Iterator[None]:
+        try:
+            try:
+                passes = self.core.freeze()
+            except BaseException:
+                self._start_over()
+                raise
+            for done in passes:
+                self._book(done, self._held)
+            yield
+        finally:
+            if not self._updater.is_broken:  # what it would make now is nothing
+                self.core.thaw()
+
+    def _book(self, done: Pass, out: StepOutput) -> None:
+        offset = self.now() - time.perf_counter()  # 0 on the clock that an engine has by default
+        start, end = done.started + offset, done.ended + offset
         result = self._settle_step(done, start, out)
-        self._journal.step(start, out.num_seqs, result)
-        out.num_output_tokens = result.num_output_tokens
+        if done.counts:
+            self._journal.step(start, out.num_seqs, result, end)
+        out.num_output_tokens += result.num_output_tokens
 
     def _settle_step(self, done: Pass, start: float, out: StepOutput) -> PassResult:
-        """Books what vLLM did in a step."""
+        """Books what vLLM did in a pass. What it did for requests that were withdrawn meanwhile counts for nobody."""
         stays = {stay.request_id: stay for stay in self._sequences.values()}
         for request_id in done.preempted:
             if request_id in stays:
                 self._preempted(stays[request_id])
-        decoding = sum(bool(self._sequences[e.sample_id].sample.output_ids) for e in done.emitted)
+        emitted = [(stays[e.request_id], e) for e in done.emitted if e.request_id in stays]
+        decoding = sum(bool(stay.sample.output_ids) for stay, _ in emitted)
         for request_id, before in done.starts.items():
+            if request_id not in stays:
+                continue
             stay = stays[request_id]
             stay.num_computed_tokens = before
             if stay.admitted_at is None:
-                self._admit(stay, start)
+                self._admit(stay, start, done.admissions.get(request_id))
             stay.num_computed_tokens += done.counts[request_id]
         outcomes = []
-        for e in done.emitted:
-            outcomes.append(outcome := Outcome(self._sequences[e.sample_id]))
-            self._take(outcome, e, out)
+        for stay, e in emitted:
+            outcomes.append(outcome := Outcome(stay))
+            stay.num_computed_tokens = done.computed.get(e.request_id, stay.num_computed_tokens)
+            stay.has_ended = e.finish_reason is not None
+            version = self._version if done.version is None else done.version
+            commit(outcome, verdict_of(e), version, self.name, self._end_of)
+            self._take(outcome, stay, e, out)
         out.num_seqs = len(done.counts)
-        known, sampling = sum(done.counts.values()), self.core.sample_seconds if done.counts else 0.0
+        known = sum(done.counts.values())
         return PassResult(
             outcomes,
             num_tokens=known + done.num_drafts,
             num_prefill_tokens=known - decoding,
             num_context_tokens=sum(done.starts.values()) + known,
             num_draft_tokens=done.num_drafts,
-            draft_seconds=0.0 if self.proposer is None else self.proposer.seconds,
-            model_seconds=max(self.now() - start - sampling, 0.0),
-            sample_seconds=sampling,
+            draft_seconds=done.draft_seconds,
+            model_seconds=max(done.ended - done.started - done.sample_seconds, 0.0),
+            sample_seconds=done.sample_seconds,
         )
 
-    def _take(self, outcome: Outcome, e: Emitted, out: StepOutput) -> None:
-        """Tokens of one request: into its sample, up to what ends it."""
-        stay, sample = outcome.seq, outcome.seq.sample
-        assert isinstance(stay, Stay)
-        commit(outcome, verdict_of(e), self._version, self.name, self._end_of)
-        if (request := self.core.request(stay.request_id)) is not None:
-            stay.num_computed_tokens = request.num_computed_tokens
+    def _take(self, outcome: Outcome, stay: Stay, e: Emitted, out: StepOutput) -> None:
+        """Its tokens are in the sample, up to what ends it."""
+        sample = stay.sample
         self._settle(outcome)
         if sample.turn_ended:
             self._take_out(stay, "park", snapshot=True)
@@ -201,10 +240,10 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
 
     def check_integrity(self) -> None:
         """AssertionError if blocks, requests or samples do not add up. Call between steps."""
-        with self._lock:
+        with self._lock, self._between_passes():
             requests = {stay.request_id for stay in self._sequences.values() if stay.request_id}
-            assert set(self.core.scheduler.requests) == requests, "vLLM's requests are not those of the samples"
-            assert set(self.core.llm.output_processor.request_states) == requests
+            known = self.core.requests()
+            assert set(known) == requests, "vLLM's requests are not those of the samples"
             if self.saver is not None:
                 self.saver.check_integrity([i for i, stay in self._sequences.items() if stay.request_id])
             assert requests or self.core.num_free_blocks == self.core.num_blocks, "blocks are held by nobody"
@@ -214,8 +253,7 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
                 assert stay.token_ids == [*stay.sample.prompt_ids, *stay.sample.output_ids], stay.sample.id
                 assert bool(stay.request_id) != (id(stay) in full), f"{stay.sample.id} has no request"
                 if stay.request_id:
-                    request = self.core.request(stay.request_id)
-                    assert request is not None and list(request.all_token_ids) == stay.token_ids, stay.sample.id
+                    assert known[stay.request_id] == stay.token_ids, stay.sample.id
 
     def close(self) -> None:
         """Gives back what vLLM holds of this process. The engine is of no use afterwards; samples are paused."""
@@ -256,6 +294,8 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
 
     def _start_over(self) -> None:
         """A step broke off: vLLM counts tokens as computed that may not be. All that it has is dropped."""
+        if not self.core.is_alive:
+            return
         self.core.step_lost()
         self._left.clear()
         self._epoch += 1
@@ -265,12 +305,12 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
                     self._back_to_waiting(stay, "lost step")
                 self._resubmit(stay)
 
-    def _admit(self, stay: Stay, at: float) -> None:
+    def _admit(self, stay: Stay, at: float, told: Admission | None) -> None:
         """It has its slot and its blocks, and `num_computed_tokens` says how many of its tokens came with them."""
         sample = stay.sample
         stay.num_restored_tokens, stay.restore_seconds, stay.refused = 0, 0.0, None
         if self.saver is not None:
-            admission = self.saver.admission(sample.id)
+            admission = self.saver.admitted(stay, told)
             stay.kv, stay.num_restored_tokens = admission.kv, admission.num_restored_tokens
             stay.restore_seconds, stay.refused = admission.seconds, admission.refused
         else:
@@ -289,8 +329,7 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
 
     def _saved(self, stay: Stay, wait: bool) -> Snapshot | None:
         assert self.saver is not None
-        table = self.core.block_table(stay.request_id)
-        return self.saver.save(stay.sample, table, stay.num_computed_tokens)
+        return self.saver.save_request(stay)
 
     def _take_out(self, stay: Stay, kind: Literal["pause", "park"], snapshot: bool) -> Sample:
         sample = stay.sample
@@ -301,11 +340,19 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
         return super()._take_out(stay, kind, snapshot)
 
     def _can_save(self, stay: Stay) -> bool:
-        has_blocks = stay.admitted_at is not None and self.core.request(stay.request_id) is not None
-        return self.tiers is not None and has_blocks
+        has_blocks = stay.admitted_at is not None and not stay.has_ended
+        return self.tiers is not None and has_blocks and self.core.is_alive
 
     def _remove(self, stay: Stay) -> None:
         if stay.admitted_at is not None:
             self._leave_slot(stay)
         self._withdraw(stay)
         del self._sequences[stay.sample.id]
+
+
+def _core_of(config: VllmSettings) -> type[Core]:
+    if config.core == "local":
+        return LocalCore
+    from longtail.partial_rollout.engines.vllm.process_core import ProcessCore
+
+    return ProcessCore

@@ -39,6 +39,8 @@ from longtail.version import Fingerprint
 CONNECTOR = "longtail.partial_rollout.engines.vllm.connector"
 PARAMETER = "longtail_sample"
 """In a request's kv_transfer_params: the id of its sample."""
+SNAPSHOT = "longtail_snapshot"
+"""There too, on the way to another process: its snapshot, packed."""
 AHEAD = 8
 """So many waiting samples that have saved KV get it brought to host memory before vLLM asks for it."""
 
@@ -119,10 +121,11 @@ class KVLink:
         encoding: Encoding = "exact",
         keep_older: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        name: str | None = None,
     ) -> None:
         self.tiers, self.encoding, self.keep_older, self.now = tiers, encoding, keep_older, clock
         self.fingerprint = fingerprint
-        self.name = uuid.uuid4().hex
+        self.name = name or uuid.uuid4().hex
         self.unavailable: str | None = "no vLLM engine has been made with this link's config()"
         """Why no KV can be saved or loaded; None: it can."""
         self.device: DeviceKV | None = None
@@ -140,11 +143,12 @@ class KVLink:
 
     # -- the engine's side ---------------------------------------------------------------------------------------------
 
-    def offer(self, sample: Sample) -> dict[str, str]:
-        """A sample is about to become a request. -> its kv_transfer_params. Its snapshot is used if it can be."""
+    def offer(self, sample: Sample, refused: str | None = None) -> dict[str, Any]:
+        """A sample is about to become a request. -> its kv_transfer_params. Its snapshot is used if it can be. refused:
+        why it had one and has it no more."""
         assert sample.id not in self._entries, sample.id
         snapshot = sample.snapshot
-        self._entries[sample.id] = entry = _Entry(sample, snapshot)
+        self._entries[sample.id] = entry = _Entry(sample, snapshot, refused=refused)
         is_plain = snapshot is None or (snapshot.is_exact and snapshot.fingerprint == self.fingerprint)
         if not is_plain and self._can_use(snapshot):
             entry.salt = f"{sample.id}.{next(self._numbers)}"

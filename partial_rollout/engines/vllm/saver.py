@@ -19,23 +19,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longtail.kv_manager.encoding import Encoding
+from longtail.kv_manager.snapshot import Snapshot
 from longtail.kv_manager.tier_config import TierConfig
 from longtail.kv_manager.tiers import Tiers
 from longtail.partial_rollout.engines.vllm.config import VllmSettings
 from longtail.partial_rollout.engines.vllm.kv_cache import UnsupportedCache, open_caches
-from longtail.partial_rollout.engines.vllm.kv_link import KVLink
+from longtail.partial_rollout.engines.vllm.kv_link import Admission, KVLink
 from longtail.version import Fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from longtail.partial_rollout.engines.vllm.core import Core
+    from longtail.partial_rollout.engines.vllm.stay import Stay
 
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
 
 
 class KVSaver(KVLink):
-    """One an engine. Called between steps, in the engine's process."""
+    """One an engine. Called between passes, in the process where vLLM's core is."""
 
     def __init__(
         self,
@@ -45,11 +48,13 @@ class KVSaver(KVLink):
         keep_older: bool = False,
         by_version: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        name: str | None = None,
     ) -> None:
         """by_version: the version of the weights counts besides what they are."""
-        super().__init__(tiers, Fingerprint(""), encoding=encoding, keep_older=keep_older, clock=clock)
+        super().__init__(tiers, Fingerprint(""), encoding=encoding, keep_older=keep_older, clock=clock, name=name)
         self._by_version = by_version
         self._arithmetic, self._dtype, self._tied = "", torch.float32, False
+        self._core: Any = None
 
     def engine_args(self) -> Mapping[str, Any]:
         """Fields of vLLM's EngineArgs."""
@@ -57,18 +62,33 @@ class KVSaver(KVLink):
 
     def start(self, core: Core, version: int) -> None:
         """The engine has its core, with the weights of its checkpoint."""
+        self._core = core
+        self.open(core.config, core.scheduler.kv_cache_config, core.runner.model, version)
+
+    def open(self, config: VllmConfig, kv_cache_config: KVCacheConfig, model: Any, version: int) -> None:
+        """The caches are there. model: the worker's."""
         from longtail.partial_rollout.engines.vllm.connector import release_worker_half
 
-        config = core.config
         release_worker_half()
         try:
-            self.device, self.unavailable = open_caches(config, core.scheduler.kv_cache_config), None
+            self.device, self.unavailable = open_caches(config, kv_cache_config), None
         except UnsupportedCache as error:
             self.device, self.unavailable = None, str(error)
+        self._know(config)
+        weights = _checkpoint(config, model)
+        self.fingerprint = Fingerprint(uuid.uuid4().hex) if weights is None else self._of(weights, version)
+
+    def _know(self, config: VllmConfig) -> None:
         self._arithmetic, self._dtype = _arithmetic(config), config.model_config.dtype
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
-        weights = _checkpoint(config, core.runner.model)
-        self.fingerprint = Fingerprint(uuid.uuid4().hex) if weights is None else self._of(weights, version)
+
+    def save_request(self, stay: Stay) -> Snapshot | None:
+        """The KV of a sample that is about to leave; None if there is no room."""
+        return self.save(stay.sample, self._core.block_table(stay.request_id), stay.num_computed_tokens)
+
+    def admitted(self, stay: Stay, told: Admission | None) -> Admission:
+        """What the request found when it got its blocks. told: by the core's process."""
+        return self.admission(stay.sample.id)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """These are in place."""
@@ -93,7 +113,12 @@ def make_saver(config: VllmSettings, tiers: TierConfig | None, clock: Callable[[
     """None where no KV is to be saved, or where it lies in several processes."""
     if not config.save_kv or any(config.engine_args.get(name, 1) != 1 for name in PARALLEL):
         return None
-    return KVSaver(
+    kind = KVSaver
+    if config.core == "process":
+        from longtail.partial_rollout.engines.vllm.remote_saver import RemoteSaver
+
+        kind = RemoteSaver
+    return kind(
         Tiers(tiers),
         encoding=config.snapshot_encoding,
         keep_older=config.kv_on_update == "keep",

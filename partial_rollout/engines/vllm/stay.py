@@ -16,6 +16,8 @@ class Stay(Sequence):
 
     request_id: str = ""
     """Empty: it has none for the moment."""
+    has_ended: bool = False
+    """vLLM itself has ended the request: its blocks are gone."""
     salt: str = ""
     """Of its blocks in the prefix cache: the version of the weights, and the epoch of the cache, at which it came."""
 

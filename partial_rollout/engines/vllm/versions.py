@@ -1,8 +1,9 @@
 """Which vLLM is installed, and whether this engine knows it.
 
-The engine drives vLLM's step-wise interface (`LLMEngine`) in this process, and reads and replaces a few parts behind
-it: the scheduler's queues and block pool, and the sampler of the model runner. Those have no promise of stability, so
-the range is that in which they were tested, and `core.py` looks for each of them when an engine starts.
+The engine drives vLLM's step-wise interface (`LLMEngine`) in this process, or its asynchronous one (`AsyncLLM`) with
+the core in another, and reads and replaces a few parts behind it: the scheduler's queues and block pool, and the
+sampler of the model runner. Those have no promise of stability, so the range is that in which they were tested, and
+`core.py` looks for each of them when an engine starts.
 
 Not supported, and refused by name where it is asked for: vLLM's model runner V2 with sampling by counter (its sampler
 is another; it is turned off), asynchronous scheduling, pipeline and data parallelism (`config.py`), prompts that are

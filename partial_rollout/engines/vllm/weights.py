@@ -63,7 +63,7 @@ class Updater:
             self.core.rpc("start_weight_update")
             self.core.rpc("update_weights", update_info=update_info)
             self.core.rpc("finish_weight_update")
-        self.core.llm.set_weight_version(str(version))
+        self.core.set_weight_version(str(version))
         self.is_broken = False
 
     @contextlib.contextmanager
