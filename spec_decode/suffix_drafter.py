@@ -151,10 +151,10 @@ class SuffixDrafter:
     def hear(self, prompt_ids: tuple[int, ...], heard: Heard) -> None:
         """Takes in what a sample of this prompt wrote elsewhere. Where a part before it is missing, the text begins
         anew."""
+        if heard.sample_id in self._live or heard.sample_id in self._behind:  # it has come here, with its tokens
+            return
         shared = self._shared_by(prompt_ids, prompt_ids)
         text = shared.texts.get(heard.sample_id)
-        if text is not None and text.live:  # it has come here meanwhile, with its tokens
-            return
         if text is None or text.length != heard.start:
             tail = START if heard.start else shared.prompt_tail
             text = self._new_text(heard.sample_id, shared, tail, heard.start)
