@@ -34,8 +34,9 @@ def check_engine(name: str, *, threads: int | None = None, numerics: str | None 
 
 
 def make_engine(
-    name: str,
+    kind: str,
     model: Any,
+    /,
     *,
     tokenizer: Any = None,
     version: int = 0,
@@ -46,13 +47,13 @@ def make_engine(
     **settings: Any,
 ) -> Any:
     """A `NativeEngine` or `VllmEngine`. model: a directory or hub id; native: also a loaded model. numerics (None:
-    exact) and threads are the native engine's alone, core (None: local) is vLLM's. settings: those of both
-    (max_num_seqs, max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update, fingerprint_versions); None
-    leaves one at its default."""
-    check_engine(name, threads=threads, numerics=numerics)
-    if core is not None and name != "vllm":
-        raise ValueError(f"core: {core} says where vLLM's core is; the {name} engine has none, leave it out")
-    if name == "vllm":
+    exact) and threads are the native engine's alone, core (None: local) is vLLM's. settings: those of both (name,
+    max_num_seqs, max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update, fingerprint_versions); None leaves
+    one at its default."""
+    check_engine(kind, threads=threads, numerics=numerics)
+    if core is not None and kind != "vllm":
+        raise ValueError(f"core: {core} says where vLLM's core is; the {kind} engine has none, leave it out")
+    if kind == "vllm":
         from longtail.partial_rollout.engines.vllm import VllmEngine
 
         given = {key: value for key, value in settings.items() if value is not None}
@@ -95,21 +96,30 @@ class Engines:
             raise ValueError(f"slowed must be a factor of at least 1, not {self.slowed!r}")
         if self.slowed > 1.0 and self.ray is None:
             raise ValueError("slowed: engines that share cores are those on Ray; give ray, or leave it out")
-        if self.name != "native" and (self.count > 1 or self.ray is not None):
-            raise ValueError(f"engines: the pool is of native ones, not of {self.name}; leave out engines and ray")
+        if self.slowed > 1.0 and self.name != "native":
+            raise ValueError(f"slowed: native engines can be, not those of {self.name}; leave it out")
 
     def make(self, source: str, *, slots: int, threads: int | None, **settings: Any) -> Any:
         """slots: of all together; each engine has as many. threads: of each; None: as many as the machine has, divided
-        among the engines that run at once."""
+        among the engines that run at once. vLLM's go by the environment, which actors have of this process."""
         if self.count == 1 and self.ray is None:
             return make_engine(self.name, source, threads=threads, max_num_seqs=slots, **settings)
-        from longtail.partial_rollout.engines.native.engine import NativeEngine
         from longtail.partial_rollout.pool import EnginePool, RayConfig
 
-        ray, kind = None, NativeEngine if self.slowed == 1.0 else functools.partial(slow_engine, self.slowed)
+        drafter = settings.get("drafter")
+        if self.name == "vllm" and drafter is not None:
+            from longtail.partial_rollout.engines.vllm.drafters import is_vllms_own
+
+            if is_vllms_own(drafter):
+                raise ValueError(f"drafter: {drafter!r} is a method of vLLM; engines of a pool take longtail's")
+        kind = functools.partial(make_engine, self.name)
+        if self.slowed > 1.0:
+            kind = functools.partial(slow_engine, self.slowed)
+        ray = None
         if self.ray is not None:
-            threads = threads or max(1, (os.cpu_count() or 1) // self.count)
-            ray = RayConfig(address=self.ray, num_cpus=threads)
+            if self.name == "native":
+                threads = threads or max(1, (os.cpu_count() or 1) // self.count)
+            ray = RayConfig(address=self.ray, num_cpus=threads or 1)
         factory = functools.partial(kind, source, threads=threads, max_num_seqs=self.share(slots), **settings)
         return EnginePool(factory, count=self.count, ray=ray)
 
@@ -145,13 +155,18 @@ def speculation_of(engine: Any) -> dict[str, Any]:
     return {"speculation": None if engine.speculation is None else engine.speculation.report()}
 
 
-def batched_tokens(engine: Any) -> int:
-    """Tokens of a pass at the most; of a pool, whose engines `Engines` makes: of each."""
+def batched_tokens(engine: Any, kind: str) -> int:
+    """Tokens of a pass at the most; of a pool, whose engines `Engines` makes: of each, which are of this kind."""
     from longtail.partial_rollout.engines.native.config import NativeConfig
     from longtail.partial_rollout.pool import EnginePool
 
-    config = NativeConfig() if isinstance(engine, EnginePool) else engine.config
-    return int(config.max_num_batched_tokens)
+    if not isinstance(engine, EnginePool):
+        return int(engine.config.max_num_batched_tokens)
+    if kind == "vllm":
+        from longtail.partial_rollout.engines.vllm.config import VllmSettings
+
+        return VllmSettings().max_num_batched_tokens
+    return NativeConfig().max_num_batched_tokens
 
 
 def ending(engine: Any) -> contextlib.AbstractContextManager[Any]:

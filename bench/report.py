@@ -156,6 +156,7 @@ def render(
         drafters=_drafter_rows(summary),
         drafter_columns=[label for label, _ in _DRAFTER_COLUMNS],
         batches=_batch_rows(summary),
+        shared=_shared_rows(summary),
         figures=_figures(df),
         iterations=_iteration_rows(summary),
         iteration_columns=[label for label, _, _ in _ITERATION_TABLE],
@@ -239,25 +240,44 @@ _DRAFTER_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 
 
 def _drafter_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, list[str]]]:
-    """(run, drafter, cells); nothing where no run drafted."""
+    """(run, drafter, cells); nothing where no run drafted. Of a pool by engine."""
     return [
-        (run, name, [cell(drafter) for _, cell in _DRAFTER_COLUMNS])
+        (run, f"{name} ({engine})" if engine else name, [cell(drafter) for _, cell in _DRAFTER_COLUMNS])
         for run, numbers in summary.items()
-        for name, drafter in ((numbers.get("speculation") or {}).get("drafters") or {}).items()
+        for engine, report in _speculations(numbers)
+        for name, drafter in report["drafters"].items()
     ]
 
 
-def _batch_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int, str, str]]:
+def _speculations(numbers: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """(engine of a pool or nothing, its report)."""
+    reports = {"": numbers.get("speculation"), **(numbers.get("speculation_by_engine") or {})}
+    return [(engine, report) for engine, report in reports.items() if report]
+
+
+def _shared_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What a pool's engines were told of drafts, of the runs where they were."""
+    shared = {run: numbers.get("drafts_shared") or {} for run, numbers in summary.items()}
+    return [
+        f"{run}: engines were told what siblings of their samples wrote in others, {told['tokens']:,d} tokens in "
+        f"{told['messages']:,d} messages of {told['bytes'] / 1000:,.1f} kB in all"
+        for run, told in shared.items()
+        if told.get("messages")
+    ]
+
+
+def _batch_rows(summary: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
     """(run, sequences that decode, what was done in how many steps, break-even acceptance)."""
     return [
         (
             run,
-            row["batch"],
+            f"{row['batch']} ({engine})" if engine else str(row["batch"]),
             ", ".join(f"{reason} {steps:,d}" for reason, steps in row["steps"].items()),
             _format("{:.0%}", row["break_even_acceptance"]),
         )
         for run, numbers in summary.items()
-        for row in (numbers.get("speculation") or {}).get("batches") or ()
+        for engine, report in _speculations(numbers)
+        for row in report["batches"]
     ]
 
 

@@ -324,7 +324,7 @@ def _run_strategy(
         "strategy": strategy.name,
         "prompts_per_iteration": config.prompts,
         "token_budget": getattr(strategy, "tokens", None),
-        "max_num_batched_tokens": batched_tokens(engine),
+        "max_num_batched_tokens": batched_tokens(engine, config.engine),
     }
     listen(Event("run_start", engine.now(), detail=json.dumps(settings)))
     engine.listener = listen

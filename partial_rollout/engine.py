@@ -50,6 +50,12 @@ class EngineStats:
     """Drafts that were verified."""
     num_accepted_tokens: int = 0
     """Of these, those that were accepted and committed."""
+    num_news: int = 0
+    """Of a pool: messages with which its engines were told what siblings of their samples wrote elsewhere, for drafts;
+    all with steps."""
+    num_news_tokens: int = 0
+    num_news_bytes: int = 0
+    """As they are sent."""
 
     @property
     def num_rejected_tokens(self) -> int:

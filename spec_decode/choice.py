@@ -43,6 +43,11 @@ class FirstOf:
             drafter.forget(sample_id)
 
 
+def parts(drafter: Drafter) -> list[Drafter]:
+    """Of a composition; a drafter alone is its own."""
+    return list(drafter.drafters) if isinstance(drafter, FirstOf) else [drafter]
+
+
 def make_drafter(choice: str, drafters: Mapping[str, Drafter] | None = None) -> Drafter:
     """choice: names joined by ">", the preferred one first. drafters: those that are already made, by name (a draft
     model, an MTP head, or one of the built-in ones with other settings). Raises ValueError for a name that is unknown,

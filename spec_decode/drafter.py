@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from longtail.sample import Sample
+from longtail.version import PolicyVersion
 
 if TYPE_CHECKING:
     import torch
@@ -74,8 +75,21 @@ class Draft:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heard:
+    """A part of what a sample wrote elsewhere: in another engine, with a drafter of its own."""
+
+    sample_id: str
+    start: int
+    """Output tokens of it before these."""
+    tokens: list[int]
+    runs: Sequence[tuple[int, PolicyVersion]]
+    """(tokens, their version), one after the other."""
+
+
 class Drafter(Protocol):
-    """All calls come from the thread that steps the engine, between steps."""
+    """All calls come from the thread that steps the engine, between steps. One that has also `hears` (True) and
+    `hear(prompt_ids, heard)` is told what samples of a prompt write in other engines of a pool (`Heard`)."""
 
     name: str
 

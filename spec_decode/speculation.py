@@ -18,8 +18,9 @@ from typing import Any
 
 from longtail.sample import Sample
 from longtail.spec_decode.acceptance import Acceptance, AcceptanceConfig
+from longtail.spec_decode.choice import parts
 from longtail.spec_decode.controller import Controller, ControllerConfig, Plan
-from longtail.spec_decode.drafter import Draft, Drafter, DraftRequest
+from longtail.spec_decode.drafter import Draft, Drafter, DraftRequest, Heard
 from longtail.spec_decode.metrics import Counts
 from longtail.spec_decode.step_cost import StepCost
 from longtail.spec_decode.worth import OPEN, Worth
@@ -247,6 +248,23 @@ class Speculation:
                 self.drafter.observe(sample, num_new)
             except Exception as error:
                 self._drop(error)
+
+    @property
+    def hears(self) -> bool:
+        """Whether its drafter can draft from what siblings write in other engines."""
+        return self.failure is None and bool(self._hearers())
+
+    def hear(self, prompt_ids: tuple[int, ...], heard: Heard) -> None:
+        """What a sample of this prompt wrote in another engine."""
+        if self.failure is None:
+            try:
+                for part in self._hearers():
+                    part.hear(prompt_ids, heard)
+            except Exception as error:
+                self._drop(error)
+
+    def _hearers(self) -> list[Any]:
+        return [part for part in parts(self.drafter) if getattr(part, "hears", False)]
 
     def enter(self, sample_id: str) -> None:
         """The sample comes from elsewhere, perhaps with other tokens than it had here: what is kept of it goes, but for

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal
 
 from longtail.sample import OBSERVATION, Sample
-from longtail.spec_decode.drafter import Draft, DraftRequest
+from longtail.spec_decode.drafter import Draft, DraftRequest, Heard
 from longtail.spec_decode.suffix_index import Lookup, SuffixIndex, compile_all
 from longtail.spec_decode.suffix_kernels import AGELESS, START
 from longtail.version import PolicyVersion
@@ -143,6 +143,23 @@ class SuffixDrafter:
         self._catch_up(sample)
         self.forget(sample.id)
 
+    @property
+    def hears(self) -> bool:
+        """Whether it can draft from what siblings wrote elsewhere."""
+        return self.scope == "prompt"
+
+    def hear(self, prompt_ids: tuple[int, ...], heard: Heard) -> None:
+        """Takes in what a sample of this prompt wrote elsewhere. Where a part before it is missing, the text begins
+        anew."""
+        if heard.sample_id in self._live or heard.sample_id in self._behind:  # it has come here, with its tokens
+            return
+        shared = self._shared_by(prompt_ids, prompt_ids)
+        text = shared.texts.get(heard.sample_id)
+        if text is None or text.length != heard.start:
+            tail = START if heard.start else shared.prompt_tail
+            text = self._new_text(heard.sample_id, shared, tail, heard.start)
+        self._extend(text, heard.tokens, heard.runs)
+
     def _catch_up(self, sample: Sample) -> _Text:
         """Brings the index up to the tokens that the sample has."""
         text = self._live.get(sample.id)
@@ -151,14 +168,21 @@ class SuffixDrafter:
         start, end = text.length, len(sample.output_ids)
         if start == end:
             return text
-        index, versions = text.shared.index, sample.versions
-        self._count(index, -1)
+        versions, runs = sample.versions, []
         while start < end:
             version = _version(versions, start)
             stop = next((i for i in range(start + 1, end) if _version(versions, i) != version), end)
-            text.tail = index.append(text.tail, sample.output_ids[start:stop], version)
+            runs.append((stop - start, version))
             start = stop
-        text.length = end
+        return self._extend(text, sample.output_ids[text.length :], runs)
+
+    def _extend(self, text: _Text, tokens: Sequence[int], runs: Sequence[tuple[int, PolicyVersion]]) -> _Text:
+        index, start = text.shared.index, 0
+        self._count(index, -1)
+        for count, version in runs:
+            text.tail = index.append(text.tail, tokens[start : start + count], version)
+            start += count
+        text.length += start
         self._count(index, 1)
         if index.num_tokens > self.config.max_tokens_per_index:
             self._shrink(text.shared)
@@ -178,20 +202,34 @@ class SuffixDrafter:
         if shared is not None and self.scope == "sample" and not again:  # an id that is used again
             self._count(shared.index, -1)
             shared = text = None
-        if shared is None:
-            index = SuffixIndex(self.config.lookup)
-            tail = index.append(START, sample.prompt_ids, AGELESS)
-            shared = _Shared(key, sample.prompt_ids, index, tail)
-            self._count(index, 1)
-        self._shared[key] = shared
+        if shared is not None:
+            self._shared[key] = shared
+        shared = self._shared_by(key, sample.prompt_ids)
         if text is None or not again:
-            # An id that comes again with other tokens is another sample: the text of the first stays, without its id.
-            if text is not None:
-                text.live = False
-                shared.texts[f"{sample.id} #{len(shared.texts)}"] = shared.texts.pop(sample.id)
-            text = shared.texts[sample.id] = _Text(sample.id, shared, shared.prompt_tail)
+            text = self._new_text(sample.id, shared, shared.prompt_tail)
         text.live = True
         self._live[sample.id] = text
+        return text
+
+    def _shared_by(self, key: Hashable, prompt_ids: tuple[int, ...]) -> _Shared:
+        """Made if need be. It is the one used last from now on."""
+        shared = self._shared.pop(key, None)
+        if shared is None:
+            index = SuffixIndex(self.config.lookup)
+            tail = index.append(START, prompt_ids, AGELESS)
+            shared = _Shared(key, prompt_ids, index, tail)
+            self._count(index, 1)
+        self._shared[key] = shared
+        return shared
+
+    def _new_text(self, sample_id: str, shared: _Shared, tail: int, start: int = 0) -> _Text:
+        """start: output tokens before it that nobody here knows. An id that comes again with other tokens is another
+        sample: the text of the first stays, without its id."""
+        before = shared.texts.pop(sample_id, None)
+        if before is not None:
+            before.live = False
+            shared.texts[f"{sample_id} #{len(shared.texts) + 1}"] = before
+        text = shared.texts[sample_id] = _Text(sample_id, shared, tail, length=start, dropped=start, live=False)
         return text
 
     # ---- bounded memory

@@ -39,6 +39,7 @@ def summary(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
     tokens_reprefilled: computed again after a pause or a preemption (see `reprefilled`).
     mean_reward: of the samples that were graded; grades_failed: how many could not be;
     graders: names and versions of what graded them (none in traces that do not say).
+    drafts_shared: messages, tokens and bytes with which a pool's engines were told what siblings wrote elsewhere.
     tail: seconds by cause (`tail_attribution`); what_if: rows of `what_if` without run.
     """
     facts, parts, steps, ended = runs(df), breakdown(df), iterations(df), lengths(df)
@@ -51,6 +52,7 @@ def summary(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
         numbers: dict[str, Any] = {"wall_seconds": wall, "complete": bool(fact.complete), "slots": int(fact.slots)}
         numbers |= _tokens(run, wall)
         numbers |= _waiting(own, wall)
+        numbers["drafts_shared"] = _shared(run)
         numbers |= _staleness(run)
         numbers |= _responses(ended[ended["run"] == run.name], run)
         del part["run"]
@@ -106,6 +108,14 @@ def _tokens(run: Run, wall: float) -> dict[str, Any]:
         "tokens_accepted": int(run.total("step", "num_accepted_tokens")),
         "pauses": sum(1 for _ in run.of("pause")),
         "preemptions": sum(1 for _ in run.of("preempt")),
+    }
+
+
+def _shared(run: Run) -> dict[str, int]:
+    return {
+        "messages": sum(1 for _ in run.of("share")),
+        "tokens": int(run.total("share", "num_tokens")),
+        "bytes": int(run.total("share", "value")),
     }
 
 

@@ -14,6 +14,7 @@ from longtail.partial_rollout.pool.crew import Crew, Entry
 from longtail.partial_rollout.pool.member import EngineLost, HeldKV, Member, Transport
 from longtail.partial_rollout.pool.messages import Gain, Reply, apply
 from longtail.partial_rollout.pool.settings import PoolConfig
+from longtail.partial_rollout.pool.sharing import Sharing
 from longtail.sample import Sample
 from longtail.version import PolicyVersion
 
@@ -40,6 +41,7 @@ class Calls:
         """The last engines that were lost, and why."""
         self._transport = transport
         self._crew = Crew(name, config.routing, config.spread)
+        self._sharing = Sharing(self._crew, config.share_drafts)
         self._version = PolicyVersion(0)
         self._events: deque[Event] = deque()
         self._held = StepOutput(self._version)
@@ -86,6 +88,7 @@ class Calls:
         if member.stats is not None:
             for field in LASTING:
                 self._retired[field] += getattr(member.stats, field)
+        self._sharing.lost(member)
         orphans = self._crew.orphan(member)
         self._tell_of(member, f"lost: {why}" if counts else why, len(orphans))
         for entry in orphans:
@@ -197,7 +200,7 @@ class Calls:
         return method
 
     def _apply(self, member: Member, method: str, reply: Reply) -> None:
-        member.stats, member.version = reply.stats, reply.version
+        member.stats, member.version, member.shares_drafts = reply.stats, reply.version, reply.shares_drafts
         for event in reply.events:
             event.time += member.offset
             self._events.append(event)
@@ -223,6 +226,7 @@ class Calls:
         apply(gain, sample, member.offset)
         if gain.tokens:
             entry.deaths = 0
+            self._sharing.wrote(sample, member)
             self._num_output += len(gain.tokens)
             self._held.num_output_tokens += len(gain.tokens)
         if sample.status in ("waiting", "running"):

@@ -7,6 +7,7 @@ told twice or forgotten, whatever raised in between.
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,13 @@ class Host:
             host=socket.gethostname(),
             process=os.getpid(),
             now=engine.now(),
+            shares_drafts=self._shares_drafts,
         )
+
+    @property
+    def _shares_drafts(self) -> bool:
+        speculation = getattr(self.engine, "speculation", None)
+        return speculation is not None and bool(speculation.hears)
 
     # -- calls that a step in progress does not delay ------------------------------------------------------------------
 
@@ -135,7 +142,14 @@ class Host:
 
         return unpack_snapshot(saved, self.engine.tiers) if isinstance(saved, PackedSnapshot) else saved
 
-    def _step(self, reply: Reply, horizon: int | None, refilled: bool) -> None:
+    def _step(self, reply: Reply, horizon: int | None, refilled: bool, news: bytes | None) -> None:
+        """news: what siblings of its samples wrote elsewhere (`sharing.News`, pickled)."""
+        if news is not None and self._shares_drafts:
+            for sample_id, heard in pickle.loads(news):
+                if sample_id in self._told:
+                    prompt_ids = self._told[sample_id].sample.prompt_ids
+                    for part in heard:
+                        self.engine.speculation.hear(prompt_ids, part)  # type: ignore[attr-defined]
         out = self.engine.step(horizon=horizon, refilled=refilled)
         reply.num_seqs = out.num_seqs
         reply.at_limit = [s.id for s in out.at_limit]
@@ -184,6 +198,7 @@ class Host:
             gain = self._gain(told)
             if gain is not None:
                 reply.gains.append(gain)
+        reply.shares_drafts = self._shares_drafts
         reply.events = self._events[:]
         self._events.clear()
 

@@ -59,6 +59,7 @@ class Member:
         self.version: PolicyVersion = about.version
         """That it has in place, as far as is known."""
         self.stats: EngineStats | None = None
+        self.shares_drafts = about.shares_drafts
         self.outstanding: deque[Outstanding] = deque()
         self.dropped: deque[int] = deque()
         """Keys of saved KV that nobody refers to any more; the next call tells."""

@@ -73,6 +73,8 @@ class Reply:
     """The ValueError with which it answers; nothing has changed."""
     failure: str | None = None
     """Any other error: the engine is not to be used further."""
+    shares_drafts: bool = False
+    """It can draft from what siblings write in other engines."""
     value: Any = None
 
 
@@ -88,6 +90,8 @@ class About:
     host: str
     process: int
     now: float
+    shares_drafts: bool = False
+    """See `Reply`."""
 
 
 def record_of(sample: Sample) -> Sample:

@@ -50,6 +50,7 @@ class Moves(Calls):
                 reports.remove(sample)
         member.send("add", record_of(sample), entry.limit, saved)
         self._crew.put(entry, member)
+        self._sharing.entered(sample, member)
         sample.status = "waiting"
 
     def _refused(self, member: Member, sample: Sample, why: str) -> None:

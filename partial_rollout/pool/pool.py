@@ -187,7 +187,11 @@ class EnginePool(Moves):
         self._give_work(refilled)
         idle = [m for m in self._crew.alive if m.load and not m.is_stepping]
         for member in idle:
-            member.send("step", None if horizon is None else max(horizon // len(idle), 1), refilled)
+            news = self._sharing.news(member, self.now())
+            if news is not None:
+                self._events.append(news.event)
+            message = None if news is None else news.message
+            member.send("step", None if horizon is None else max(horizon // len(idle), 1), refilled, message)
         stepped = self._collect()
         while not stepped and any(m.is_stepping for m in self._crew.alive):
             stepped = self._wait()
@@ -250,7 +254,14 @@ class EnginePool(Moves):
             return self._retired.get(field, 0) + sum(getattr(stats, field) for stats in known)
 
         values = {field.name: total(field.name) for field in dataclasses.fields(EngineStats)}
-        return EngineStats(**values | {"num_output_tokens": self._num_output})
+        traffic = self._sharing.traffic
+        own = {
+            "num_output_tokens": self._num_output,
+            "num_news": traffic.messages,
+            "num_news_tokens": traffic.tokens,
+            "num_news_bytes": traffic.bytes,
+        }
+        return EngineStats(**values | own)
 
     # -- beyond it -----------------------------------------------------------------------------------------------------
 
@@ -309,8 +320,10 @@ class EnginePool(Moves):
         tell(self._events, self.listener)
 
     def use_drafter(self, drafter: Any, controller: Any = None) -> None:
-        """As `NativeEngine.use_drafter`, in every engine; each drafts from what it has seen itself."""
+        """As `NativeEngine.use_drafter`, in every engine. They know nothing yet; a group index hears from the other
+        engines (`PoolConfig.share_drafts`)."""
         self._ask("do", "use_drafter", (drafter, controller))
+        self._sharing.forget_all()
 
     def reset_prefix_cache(self) -> None:
         self._ask("do", "reset_prefix_cache", ())
@@ -322,4 +335,5 @@ class EnginePool(Moves):
     def check_integrity(self) -> None:
         """AssertionError unless every sample is in one engine, with the same tokens here and there."""
         self._drain(self._crew.alive)
+        self._sharing.check_integrity({name: entry.sample for name, entry in self._crew.entries.items()})
         self._crew.check_integrity((m, reply.value) for m, reply in self._ask("inventory").items())

@@ -28,6 +28,10 @@ class PoolConfig:
     most_behind: int = 1
     """Weight updates that an engine may not have confirmed while the pool goes on; 0: `update_weights` waits for
     all. No engine steps with weights older than the last update in any case."""
+    share_drafts: int | None = 8
+    """Steps of an engine after which it is told what siblings of its samples have written in other engines, for drafts
+    from a group index; with the step, and at once where a sample has come. None: each drafts from what it has seen
+    itself."""
     restarts: int = 0
     """Lost engines that are replaced by new ones (of a pool that makes its engines itself)."""
     keep_weights: bool = False
@@ -37,9 +41,9 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}, not {self.routing!r}")
-        for name, least in (("spread", 0), ("repack", 1), ("most_behind", 0), ("restarts", 0)):
+        for name, least in (("spread", 0), ("repack", 1), ("most_behind", 0), ("share_drafts", 1), ("restarts", 0)):
             value = getattr(self, name)
-            if name == "repack" and value is None:
+            if name in ("repack", "share_drafts") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")

@@ -33,6 +33,8 @@ EventKind = Literal[
     "update",  # new weights in place; value: policy version
     "engine",  # one of a pool comes or goes; detail: joined, released, removed, or "lost: why"; num_seqs: samples that
     # go on elsewhere
+    "share",  # an engine of a pool is told what siblings of its samples wrote elsewhere; num_tokens; num_seqs:
+    # siblings; value: bytes
     "grade",  # value: reward, NaN without one; detail: the grader, and behind ": " why there is no reward
     "train",
     "evaluate",  # the policy is measured; what its engine does meanwhile is no step of the run

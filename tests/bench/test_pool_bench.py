@@ -85,6 +85,31 @@ def test_each_engine_has_its_timeline(traced: tuple[Any, EnginePool]) -> None:
     assert {"steps of pool-0", "steps of pool-1", "steps of pool-2"} <= names
 
 
+def test_shared_drafts_are_in_summary_and_report() -> None:
+    from longtail.bench.report import render
+
+    model = str(resolve_model("tiny-llama"))
+    settings: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_bytes": 4 << 20, "threads": 1, "drafter": "group"}
+    pool = EnginePool(lambda name: NativeEngine(model, name=name, **settings), count=2, routing="load")
+    trace = TraceWriter()
+    pool.listener = listen = trace.listener("run")
+    rollout = Rollout(pool, listener=listen)
+    listen(Event("run_start", pool.now(), detail=json.dumps({"slots": 8})))
+    params = SamplingParams(n=4, max_tokens=30, ignore_eos=True)
+    rollout.submit(Group.from_prompt(f"p{i}", [3 + i] * 12, params) for i in range(2))
+    rollout.collect()
+    listen(Event("run_end", pool.now()))
+    frame, stats = trace.frame(), pool.stats()
+    summary = analysis.summary(frame)
+    told = summary["run"]["drafts_shared"]
+    assert told == {"messages": stats.num_news, "tokens": stats.num_news_tokens, "bytes": stats.num_news_bytes}
+    assert told["messages"] >= 2 and told["bytes"] > 4 * told["messages"]
+    summary["run"]["speculation_by_engine"] = pool.drafting()
+    page = render(frame, summary, {})
+    assert f"{told['tokens']:,d} tokens in {told['messages']:,d} messages" in page
+    assert "group (pool-0)" in page and "group (pool-1)" in page
+
+
 def test_rows() -> None:
     """The tiny model's are no figures, but the samples must move, and all steps be told of."""
     config = pool_bench.PoolBenchConfig(

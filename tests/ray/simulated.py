@@ -1,8 +1,8 @@
 """Pools of simulated engines on Ray: actors without torch, which are there in a second. Also two programs:
 
 simulated.py trainer ADDRESS STORE LOG    A trainer that is killed, and whose engines are.
-simulated.py owner                        Has Ray started for a pool, tells its actors' processes, and waits to be told to
-                                          close it.
+simulated.py owner                        Has Ray started for a pool, tells its actors' processes, and waits until it
+                                          is told to close it.
 
 Each step of an engine sleeps, so that there is a middle of a step to be killed in.
 """
@@ -111,4 +111,7 @@ def own() -> None:
 
 
 if __name__ == "__main__":
-    {"trainer": train, "owner": own}[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] == "trainer":
+        train(*sys.argv[2:])
+    else:
+        own()

@@ -10,7 +10,7 @@ from tests.spec_decode.helpers import commit, draft_of, extend, make_sample
 
 from longtail.sample import Sample
 from longtail.spec_decode.choice import FirstOf, make_drafter
-from longtail.spec_decode.drafter import Draft, DraftRequest
+from longtail.spec_decode.drafter import Draft, DraftRequest, Heard
 from longtail.spec_decode.suffix_drafter import SuffixConfig, SuffixDrafter, group_drafter, ngram_drafter
 from longtail.spec_decode.suffix_index import Lookup
 
@@ -100,6 +100,71 @@ def test_versions_within_a_sample_are_kept() -> None:
     tokens, versions = text.shared.index.read(text.tail)
     assert tokens.tolist() == [10, 11, 12, 13, 14]
     assert versions.tolist() == [1, 1, 2, 5, 5]
+
+
+def heard(sample: Sample, start: int, stop: int) -> Heard:
+    """A part of what it wrote."""
+    runs = [(1, version) for version in sample.versions[start:stop]]
+    return Heard(sample.id, start, sample.output_ids[start:stop], runs)
+
+
+def test_siblings_elsewhere_are_heard_as_those_here() -> None:
+    """Piece by piece, over two versions: drafts and their estimates are those of a drafter that has seen it all."""
+    drafters = near, far = group_drafter(), group_drafter()
+    writer, reader = make_sample("p/0"), make_sample("p/1")
+    for version, tokens in enumerate(([7, 8, 9, 10, 11], [8, 9, 12, 7, 8, 9, 13])):
+        commit(near, writer, tokens, version)
+    for start, stop in ((0, 2), (2, 7), (7, 12)):
+        far.hear(writer.prompt_ids, heard(writer, start, stop))
+        far.check_integrity()
+    for tokens in ([7], [8], [9]):
+        extend(reader, tokens, 1)
+        for drafter in drafters:
+            drafter.observe(reader, 1)
+        got, wanted = (draft_of(drafter, reader) for drafter in (far, near))
+        assert got.tokens == wanted.tokens and got.tokens and got.probs == wanted.probs
+
+
+def test_what_is_heard_of_a_sample_that_comes_and_goes() -> None:
+    """Its text goes on here where it came to, and there again; other tokens under its id, and parts behind a gap, are
+    texts of their own. Nothing is learnt twice."""
+    drafter = group_drafter()
+    sample = make_sample("p/0", output=[5, 6, 7])
+    drafter.hear(sample.prompt_ids, heard(sample, 0, 3))
+    commit(drafter, sample, [8, 9])  # it runs here
+    drafter.hear(sample.prompt_ids, heard(sample, 0, 5))
+    drafter.forget("p/0")
+    assert drafter.num_tokens == 3 + 5
+    extend(sample, [10, 11])  # elsewhere again
+    drafter.hear(sample.prompt_ids, heard(sample, 5, 7))
+    assert drafter.num_tokens == 3 + 7
+    drafter.check_integrity()
+    extend(sample, [12, 13, 14])
+    drafter.hear(sample.prompt_ids, heard(sample, 9, 10))  # what came before it was lost
+    drafter.check_integrity()
+    other = make_sample("p/0", output=[20, 21])
+    drafter.hear(other.prompt_ids, heard(other, 0, 2))
+    drafter.check_integrity()
+    assert drafter.num_tokens == 3 + 7 + 1 + 2
+    commit(drafter, sample, [5, 6])  # the first one comes here, with all that it has
+    drafter.check_integrity()
+    reader = make_sample("p/1")
+    commit(drafter, reader, [20])
+    assert draft_of(drafter, reader, 1).tokens == [21]
+    assert not ngram_drafter().hears and drafter.hears
+
+
+def test_what_is_heard_is_bounded() -> None:
+    drafter = group_drafter(SuffixConfig(max_tokens_per_index=1024, max_bytes=1 << 18))
+    rng = random.Random(5)
+    samples = [make_sample(f"p{i % 3}/{i}", prompt=(i % 3, 1)) for i in range(12)]
+    for _ in range(400):
+        sample = rng.choice(samples)
+        start = len(sample.output_ids)
+        extend(sample, [rng.randrange(50) for _ in range(rng.randrange(1, 60))])
+        drafter.hear(sample.prompt_ids, heard(sample, start, len(sample.output_ids)))
+    drafter.check_integrity()
+    assert 0 < drafter.num_tokens <= 3 * 1024 and drafter.num_bytes <= 1 << 18
 
 
 def answered(sample: Sample, tokens: list[int]) -> None:

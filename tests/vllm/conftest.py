@@ -30,7 +30,7 @@ EngineMaker = Callable[..., "VllmEngine"]
 
 collect_ignore = []
 if importlib.util.find_spec("vllm") is None:  # they use it when they are imported
-    collect_ignore = ["test_audit.py", "test_correction.py", "test_drafters.py"]
+    collect_ignore = ["test_audit.py", "test_correction.py", "test_drafters.py", "test_pool.py"]
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines run in this process
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 

@@ -11,7 +11,7 @@ from longtail.partial_rollout.engines.native.model_drafter import ModelDrafter, 
 from longtail.partial_rollout.engines.native.mtp import MTPDrafter
 from longtail.partial_rollout.engines.native.numerics import Numerics
 from longtail.partial_rollout.engines.native.target import ModelBased, Target
-from longtail.spec_decode.choice import FirstOf, make_drafter
+from longtail.spec_decode.choice import make_drafter, parts
 from longtail.spec_decode.controller import Controller, ControllerConfig
 from longtail.spec_decode.drafter import Drafter
 from longtail.spec_decode.speculation import Speculation
@@ -38,7 +38,7 @@ def speculate(
 
 def _bound(choice: str | Drafter, target: Target) -> Drafter:
     drafter = native_drafter(choice, target.config.numerics) if isinstance(choice, str) else choice
-    for part in drafter.drafters if isinstance(drafter, FirstOf) else [drafter]:
+    for part in parts(drafter):
         if isinstance(part, ModelBased):
             part.bind(target)
     return drafter

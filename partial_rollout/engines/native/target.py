@@ -12,7 +12,7 @@ from longtail.kv_manager.manager import KVManager
 from longtail.partial_rollout.engines.native.config import NativeConfig
 from longtail.partial_rollout.engines.native.decoder import Decoder
 from longtail.sample import Sample
-from longtail.spec_decode.choice import FirstOf
+from longtail.spec_decode.choice import parts
 from longtail.spec_decode.drafter import Drafter
 
 
@@ -49,5 +49,4 @@ class WantsHidden(Drafter, Protocol):
 
 
 def hidden_takers(drafter: Drafter) -> list[WantsHidden]:
-    parts = drafter.drafters if isinstance(drafter, FirstOf) else [drafter]
-    return [part for part in parts if isinstance(part, WantsHidden) and part.wants_hidden]
+    return [part for part in parts(drafter) if isinstance(part, WantsHidden) and part.wants_hidden]
