@@ -188,7 +188,7 @@ class EnginePool(Moves):
         idle = [m for m in self._crew.alive if m.load and not m.is_stepping]
         for member in idle:
             member.send("step", None if horizon is None else max(horizon // len(idle), 1), refilled)
-        stepped = self._collect()
+        stepped = False if idle else self._collect()
         while not stepped and any(m.is_stepping for m in self._crew.alive):
             stepped = self._wait()
         tell(self._events, self.listener)
