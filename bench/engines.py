@@ -77,7 +77,7 @@ class Engines:
     name: str = "native"
     """As `make_engine` takes it."""
     slowed: float = 1.0
-    """The model's passes take so many times their CPU time, asleep for the rest (`slow_engine`)."""
+    """The model's passes take so many times what they would, asleep for the rest (`slow_engine`)."""
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.slowed < math.inf:
@@ -108,17 +108,21 @@ class Engines:
 
 
 def slow_engine(factor: float, source: str, **settings: Any) -> Any:
-    """A native engine that a machine with few cores can have many of, side by side: it sleeps after each forward pass
-    until that has taken `factor` times its CPU time. What it makes is the same."""
+    """A native engine that a machine with few cores can have many of, side by side: after each forward pass it sleeps
+    until that has taken `factor` times the least CPU time that one of as many rows has needed so far. What another
+    engine takes from a pass, of a core or of the memory's bandwidth, is made up for by a shorter sleep. What it makes
+    is the same."""
     from longtail.partial_rollout.engines.native.engine import NativeEngine
 
     engine = NativeEngine(source, **settings)
-    forward = engine.decoder.forward
+    forward, least = engine.decoder.forward, dict[int, float]()
 
     def slow(batch: Any, cache: Any) -> Any:
-        start = time.process_time()
+        start, cpu = time.perf_counter(), time.process_time()
         logits = forward(batch, cache)
-        time.sleep((factor - 1.0) * (time.process_time() - start))
+        rows = len(batch.input_ids)
+        least[rows] = min(least.get(rows, math.inf), time.process_time() - cpu)
+        time.sleep(max(start + factor * least[rows] - time.perf_counter(), 0.0))
         return logits
 
     engine.decoder.forward = slow  # type: ignore[method-assign]
