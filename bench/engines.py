@@ -48,8 +48,8 @@ def make_engine(
 ) -> Any:
     """A `NativeEngine` or `VllmEngine`. model: a directory or hub id; native: also a loaded model. numerics (None:
     exact) and threads are the native engine's alone, core (None: local) is vLLM's. settings: those of both (name,
-    max_num_seqs, max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update, fingerprint_versions); None leaves
-    one at its default."""
+    max_num_seqs, max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update, fingerprint_versions); None
+    leaves one at its default."""
     check_engine(kind, threads=threads, numerics=numerics)
     if core is not None and kind != "vllm":
         raise ValueError(f"core: {core} says where vLLM's core is; the {kind} engine has none, leave it out")
@@ -89,7 +89,7 @@ class Engines:
     name: str = "native"
     """As `make_engine` takes it."""
     slowed: float = 1.0
-    """The model's passes take so many times their CPU time, asleep for the rest (`slow_engine`)."""
+    """The model's passes take so many times what they would, asleep for the rest (`slow_engine`)."""
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.slowed < math.inf:
@@ -129,17 +129,21 @@ class Engines:
 
 
 def slow_engine(factor: float, source: str, **settings: Any) -> Any:
-    """A native engine that a machine with few cores can have many of, side by side: it sleeps after each forward pass
-    until that has taken `factor` times its CPU time. What it makes is the same."""
+    """A native engine that a machine with few cores can have many of, side by side: after each forward pass it sleeps
+    until that has taken `factor` times the least CPU time that one of as many rows has needed so far. What another
+    engine takes from a pass, of a core or of the memory's bandwidth, is made up for by a shorter sleep. What it makes
+    is the same."""
     from longtail.partial_rollout.engines.native.engine import NativeEngine
 
     engine = NativeEngine(source, **settings)
-    forward = engine.decoder.forward
+    forward, least = engine.decoder.forward, dict[int, float]()
 
     def slow(batch: Any, cache: Any) -> Any:
-        start = time.process_time()
+        start, cpu = time.perf_counter(), time.process_time()
         logits = forward(batch, cache)
-        time.sleep((factor - 1.0) * (time.process_time() - start))
+        rows = len(batch.input_ids)
+        least[rows] = min(least.get(rows, math.inf), time.process_time() - cpu)
+        time.sleep(max(start + factor * least[rows] - time.perf_counter(), 0.0))
         return logits
 
     engine.decoder.forward = slow  # type: ignore[method-assign]

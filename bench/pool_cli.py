@@ -23,7 +23,7 @@ def pool(
         bool, typer.Option("--predict", help="Instead: makespan of 1, 2 and 4 engines on Ray, simulated and measured")
     ] = False,
     slowed: Annotated[
-        float, typer.Option(min=1, help="With --predict: a pass takes so many times its CPU time, asleep for the rest")
+        float, typer.Option(min=1, help="With --predict: a pass takes so many times its time, asleep for the rest")
     ] = 4.0,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as the last line of stdout")] = False,

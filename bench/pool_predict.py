@@ -40,13 +40,13 @@ class PredictConfig:
     """A directory or a hub id."""
     counts: tuple[int, ...] = (1, 2, 4)
     """Engines; the first pool is the one that the costs are fitted to."""
-    slots: int = 6
+    slots: int = 4
     """Of each engine."""
     strategy: str = "sync"
     iterations: int = 2
-    prompts: int = 8
+    prompts: int = 12
     group_size: int = 4
-    max_tokens: int = 80
+    max_tokens: int = 64
     slowed: float = 4.0
     ray: str = "local"
 
@@ -134,8 +134,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     lines = [f"Predicted makespan: {worst:.1%} off at most, {'within' if worst <= GOAL else 'beyond'} {GOAL:.0%}."]
     if slowed > 1.0:
         lines.append(
-            f"The engines were slowed: each slept until a pass had taken {slowed:g} times its CPU time, so that this "
-            "machine's cores have room for all of them at once."
+            f"The engines were slowed: each slept until a pass had taken {slowed:g} times the CPU time that one of as "
+            "many rows needs, so that this machine's cores have room for all of them at once."
         )
     lines.append(
         "passes: of all engines, predicted/measured. machine: by how much passes took longer than the costs of the "

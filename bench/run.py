@@ -74,7 +74,7 @@ class BenchConfig:
     ray: str | None = None
     """The engines are Ray actors: "local", "auto" or an address; None: they are in this process, and take turns."""
     slowed: float = 1.0
-    """Each engine on Ray sleeps until a pass has taken so many times its CPU time, so that few cores have room for
+    """Each engine on Ray sleeps until a pass has taken so many times what it would, so that few cores have room for
     many."""
 
     def __post_init__(self) -> None:

@@ -111,7 +111,7 @@ def predict(
         ),
         instances=(),
         seconds=Seconds(
-            update=_update_seconds(df, first, costs),
+            update=_update_seconds(df, first, costs, engines.count),
             grade=_grade_seconds(df, first),
             graders=1,
             **_kv_seconds(df, first),
@@ -153,13 +153,15 @@ def _kv_seconds(df: pd.DataFrame, name: str) -> dict[str, float]:
     return result
 
 
-def _update_seconds(df: pd.DataFrame, name: str, costs: CostModel) -> float:
-    """The time between iterations, in which weights are sent; at least what engines say that an update takes."""
+def _update_seconds(df: pd.DataFrame, name: str, costs: CostModel, engines: int) -> float:
+    """The time between iterations, in which weights are sent and an engine puts them in place. Several: the others do
+    so after it."""
+    after = (costs.update or 0.0) if engines > 1 else 0.0
     own = df[df["run"] == name]
     ends, starts = (own.loc[own["kind"] == f"iteration_{what}", "time"].to_numpy() for what in ("end", "start"))
     if len(starts) < 2 or len(ends) < len(starts) - 1:
-        return costs.update or 0.0
-    return max(float((starts[1:] - ends[: len(starts) - 1]).mean()), costs.update or 0.0)
+        return (costs.update or 0.0) + after
+    return max(float((starts[1:] - ends[: len(starts) - 1]).mean()), costs.update or 0.0) + after
 
 
 def _grade_seconds(df: pd.DataFrame, name: str) -> float:

@@ -5,9 +5,9 @@
 g is measured for each row count (the mean of the middle half of the last WINDOW steps: a spike does not show), drawn
 towards the straight line through all of them where a row count has few steps, never falls (isotonic regression), and
 is interpolated where nothing was measured: flat within a block of row_multiple rows, to which the engine pads, linear
-between blocks. While one block alone is measured, what further rows cost is taken from passes of prompts. Within a block
-only row counts that were run lately are told apart: a cost from a time when the machine was slower would keep free rows
-from being tried again. The slope of the context comes from how steps of one row count differ.
+between blocks. While one block alone is measured, what further rows cost is taken from passes of prompts. Within a
+block only row counts that were run lately are told apart: a cost from a time when the machine was slower would keep
+free rows from being tried again. The slope of the context comes from how steps of one row count differ.
 
 There is no factor for how quick the machine is at the moment: what it takes from one row count it gives to another, and
 their ratio, which is what matters, is lost.

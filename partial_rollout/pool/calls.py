@@ -131,12 +131,18 @@ class Calls:
 
     # -- calls and replies ---------------------------------------------------------------------------------------------
 
-    def _collect(self) -> bool:
-        """Takes the replies that are there. -> whether a step, or a loss, was among them."""
+    def _collect(self, timeout: float | None = 0.0) -> bool:
+        """Takes the replies that are there; timeout: seconds to wait for the first. -> whether a step, or a loss, was
+        among them."""
         news = False
-        for member in self._crew.alive:
-            while member.lost is None and member.outstanding and member.ready():
-                news |= self._take(member) == "step" or member.lost is not None
+        while calling := [m for m in self._crew.alive if m.outstanding]:
+            done = self._transport.wait(calling, timeout)
+            if not done:
+                break
+            timeout = 0.0
+            for member in done:
+                if member.lost is None:  # nor over the reply of another one
+                    news |= self._take(member) == "step" or member.lost is not None
         return news
 
     def _wait(self) -> bool:
@@ -146,8 +152,7 @@ class Calls:
         timeout = None
         if deadline is not None and waiting:
             timeout = max(min(m.outstanding[0].since for m in waiting) + deadline - now, 0.0)
-        self._transport.wait(waiting, timeout)
-        news = self._collect()
+        news = self._collect(timeout)
         if deadline is not None:
             for member in waiting:
                 call = member.outstanding[0] if member.outstanding else None

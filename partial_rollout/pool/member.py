@@ -85,7 +85,7 @@ class Member:
         return sum(call.method == "update" for call in self.outstanding)
 
     def take(self) -> tuple[str, Reply]:
-        """The oldest call that is done (`ready`), and its reply. EngineLost if it has died."""
+        """The oldest call, which is done, and its reply. EngineLost if it has died."""
         call = self.outstanding.popleft()
         if self.outstanding:
             self.outstanding[0].since = time.monotonic()  # it begins now
@@ -97,10 +97,6 @@ class Member:
         raise NotImplementedError
 
     def _finish(self, handle: Any) -> Reply:
-        raise NotImplementedError
-
-    def ready(self) -> bool:
-        """Whether the oldest call is done."""
         raise NotImplementedError
 
     def export(self, key: int, to: Member) -> Any:
@@ -143,6 +139,7 @@ class LocalMember(Member):
         return reply
 
     def ready(self) -> bool:
+        """Whether the oldest call is done."""
         return bool(self.outstanding)
 
     def check(self, sample: Sample) -> str | None:
@@ -208,8 +205,10 @@ class Transport:
 
         return pack_snapshot(snapshot)
 
-    def wait(self, members: Sequence[Member], timeout: float | None) -> None:
-        """Until one of these has a reply."""
+    def wait(self, members: Sequence[Any], timeout: float | None) -> list[Any]:
+        """-> those of these, all of which were called, whose oldest call is done: at least one, if one is done in so
+        many seconds (None: however many)."""
+        return [member for member in members if member.ready()]
 
     def close(self) -> None:
         """Ends the engines that the pool has made."""

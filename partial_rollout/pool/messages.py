@@ -10,6 +10,7 @@ nobody has heard of is as if it had never been.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 from longtail.events import Event
@@ -55,6 +56,24 @@ class Gain:
     routed: tuple[int, int, int, bytes] | None = None
     """(layers, top_k, first position, rows) of routed experts, where there are new ones."""
     saved: Saved | None = None
+
+
+_GAIN = operator.attrgetter(*(f.name for f in dataclasses.fields(Gain) if f.name != "timings"))
+_AT = [f.name for f in dataclasses.fields(Gain)].index("timings")
+_TIMINGS = operator.attrgetter(*(f.name for f in dataclasses.fields(Timings)))
+
+
+def pack_gains(gains: list[Gain]) -> list[Any]:
+    """As tuples, which pickle in a fifth of the time: a step has one for each of its samples."""
+    return [(_GAIN(gain), _TIMINGS(gain.timings)) for gain in gains]
+
+
+def unpack_gains(rows: list[Any]) -> list[Gain]:
+    gains = []
+    for fields, timings in rows:
+        values = [*fields[:_AT], Timings(*timings), *fields[_AT:]]
+        gains.append(Gain(*values))
+    return gains
 
 
 @dataclasses.dataclass(slots=True)

@@ -192,7 +192,7 @@ class EnginePool(Moves):
                 self._events.append(news.event)
             message = None if news is None else news.message
             member.send("step", None if horizon is None else max(horizon // len(idle), 1), refilled, message)
-        stepped = self._collect()
+        stepped = False if idle else self._collect()
         while not stepped and any(m.is_stepping for m in self._crew.alive):
             stepped = self._wait()
         tell(self._events, self.listener)

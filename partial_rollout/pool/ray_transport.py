@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from longtail.errors import LongtailError
 from longtail.partial_rollout.pool.host import EngineFactory, Host
 from longtail.partial_rollout.pool.member import EngineLost, Member, Transport
-from longtail.partial_rollout.pool.messages import About, Reply, record_of
+from longtail.partial_rollout.pool.messages import About, Reply, pack_gains, record_of, unpack_gains
 from longtail.partial_rollout.pool.settings import RayConfig
 from longtail.sample import Sample
 
@@ -41,6 +41,11 @@ class RayHost(Host):
         self._fetch_seconds = fetch_seconds
         self._silent: set[str] = set()
         """Engines whose KV did not come in time: behind a link that is cut, perhaps."""
+
+    def call(self, method: str, drop: Sequence[int], *arguments: Any) -> Reply:
+        reply = super().call(method, drop, *arguments)
+        reply.gains = pack_gains(reply.gains)
+        return reply
 
     def _restorable(self, saved: Any) -> Any:
         return super()._restorable(self._fetched(*saved) if isinstance(saved, Elsewhere) else saved)
@@ -83,12 +88,8 @@ class RayMember(Member):
 
     def _finish(self, handle: Any) -> Reply:
         reply: Reply = _get(handle)
+        reply.gains = unpack_gains(reply.gains)
         return reply
-
-    def ready(self) -> bool:
-        import ray
-
-        return bool(ray.wait([self.outstanding[0].handle], timeout=0)[0])
 
     def export(self, key: int, to: Member) -> Any:
         return None if self.lost is not None else Elsewhere(self.name, self.aside("export", key))
@@ -242,10 +243,11 @@ class RayTransport(Transport):
 
         return Elsewhere("", self._ray.put(pack_snapshot(snapshot)))
 
-    def wait(self, members: Sequence[Member], timeout: float | None) -> None:
-        handles = [member.outstanding[0].handle for member in members if member.outstanding]
-        if handles:
-            self._ray.wait(handles, num_returns=1, timeout=timeout)
+    def wait(self, members: Sequence[Any], timeout: float | None) -> list[Any]:
+        """Asked without a timeout, which of them; else the first. (Each call of Ray takes 0.1 ms and more.)"""
+        calls = {member.outstanding[0].handle: member for member in members}
+        count = len(calls) if timeout == 0.0 else 1
+        return [calls[handle] for handle in self._ray.wait(list(calls), num_returns=count, timeout=timeout)[0]]
 
     def close(self) -> None:
         for member in self._made:

@@ -65,7 +65,7 @@ class Killer:
         self._wait = pool._transport.wait
         pool._transport.wait = self.wait  # type: ignore[method-assign]
 
-    def wait(self, members: Any, timeout: float | None) -> None:
+    def wait(self, members: Any, timeout: float | None) -> Any:
         import ray
 
         left = [m for m in members if m not in self.killed]
@@ -77,7 +77,7 @@ class Killer:
                 ray.kill(victim.actor)
             else:
                 os.kill(victim.about.process, signal.SIGKILL)
-        self._wait(members, timeout)
+        return self._wait(members, timeout)
 
 
 def train(address: str, directory: str, log: str) -> None:
