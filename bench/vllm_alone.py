@@ -21,6 +21,7 @@ from typing import Any
 from longtail.events import Event, EventKind, Listener
 from longtail.partial_rollout.grading import GradeRequest, GraderPool
 from longtail.sample import Group, Sample
+from longtail.version import PolicyVersion
 
 COUNTER, OWN = "vllm-alone", "vllm-own-sampler"
 """Names of the runs. The first is the one to compare with: its tokens are the strategies'."""
@@ -171,7 +172,7 @@ class VllmAlone:
             for output in outputs:
                 sample = by_id[output.request_id]
                 del going[sample.id]
-                _take(sample, output.outputs[0], version)
+                _take(sample, output.outputs[0], PolicyVersion(version))
                 about = {"sample": sample.id, "group": sample.group_id}
                 tell("finish", num_tokens=len(sample.output_ids), detail=sample.finish_reason, **about)
                 if ended is not None:
@@ -196,7 +197,7 @@ class VllmAlone:
         )
 
 
-def _take(sample: Sample, made: Any, version: int) -> None:
+def _take(sample: Sample, made: Any, version: PolicyVersion) -> None:
     tokens = list(made.token_ids)
     logprobs = [at[token].logprob for token, at in zip(tokens, made.logprobs, strict=True)]
     sample.extend(tokens, logprobs, version, "vllm", "computed")

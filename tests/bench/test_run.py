@@ -49,10 +49,11 @@ def test_seeds_differ_between_prompts_and_runs() -> None:
 def test_a_bench_records_its_own_engines_batch(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_bytes": 1 << 22, "max_model_len": 64, "threads": 1}
     model = tiny_llama(tmp_path)
-    assert batched_tokens(make_engine("native", model, max_num_batched_tokens=96, **settings)) == 96
+    assert batched_tokens(make_engine("native", model, max_num_batched_tokens=96, **settings), "native") == 96
     with EnginePool(functools.partial(NativeEngine, model, **settings), count=2) as pool:
-        assert batched_tokens(pool) == NativeConfig().max_num_batched_tokens
-    assert batched_tokens(SimpleNamespace(config=SimpleNamespace(max_num_batched_tokens=2048))) == 2048  # as vLLM's
+        assert batched_tokens(pool, "native") == NativeConfig().max_num_batched_tokens
+    vllms = SimpleNamespace(config=SimpleNamespace(max_num_batched_tokens=2048))
+    assert batched_tokens(vllms, "vllm") == 2048
 
 
 @pytest.mark.slow

@@ -18,12 +18,20 @@ from longtail.events import ignore
 
 if TYPE_CHECKING:
     from longtail.partial_rollout.engines.vllm import VllmEngine
+    from longtail.partial_rollout.engines.vllm.core import LocalCore
 
 MISSING = "needs vLLM (its own environment: make test-vllm)"
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 """vLLM's attention on a CPU takes heads of 32."""
 NOISE = 1e-4
 """What two runs of the same tokens may differ by in a log-probability: the shapes of a pass round differently."""
+
+def local(engine: VllmEngine) -> LocalCore:
+    from longtail.partial_rollout.engines.vllm.core import LocalCore
+
+    assert isinstance(engine.core, LocalCore)
+    return engine.core
+
 
 EngineMaker = Callable[..., "VllmEngine"]
 
@@ -89,7 +97,7 @@ def make_vllm(directories: dict[str, Path]) -> Iterator[EngineMaker]:
 
     yield make
     for engine in made.values():
-        engine.core.llm.engine_core.shutdown()
+        local(engine).llm.engine_core.shutdown()
 
 
 def run(engine: VllmEngine, samples: Sequence[Sample] = (), until: int | None = None) -> None:

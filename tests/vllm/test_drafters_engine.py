@@ -10,10 +10,17 @@ from tests.vllm.conftest import EngineMaker, assert_same, generate, run
 
 from longtail import Group, SamplingParams
 from longtail.events import Event, ignore
-from longtail.partial_rollout.engines.vllm import VllmSettings
+from longtail.partial_rollout.engines.vllm import VllmEngine, VllmSettings
+from longtail.partial_rollout.engines.vllm.drafters import Proposer
 from longtail.spec_decode.controller import FixedLength
+from longtail.spec_decode.speculation import Speculation
 
 PROMPT = (5, 6, 7, 8) * 4
+
+
+def counted(engine: VllmEngine) -> Speculation:
+    assert isinstance(engine.speculation, Speculation)
+    return engine.speculation
 
 
 def group(name: str, n: int = 4, **params: Any) -> Group:
@@ -42,7 +49,7 @@ def test_drafting_changes_nothing(make_vllm: EngineMaker, params: dict[str, Any]
         drafted = engine.stats().num_draft_tokens - before.num_draft_tokens
         assert (drafted > 0) == (choice is not None)
         if engine.speculation is not None:
-            total = engine.speculation.total
+            total = counted(engine).total
             accepted = engine.stats().num_accepted_tokens - before.num_accepted_tokens
             assert (total.drafted, total.accepted) == (drafted, accepted)
 
@@ -64,14 +71,13 @@ def test_samples_come_and_go(make_vllm: EngineMaker) -> None:
     for a, b in zip(samples, want, strict=True):
         assert_same(a, b)
     told = [event for event in events if event.kind == "drafts"]
-    assert engine.speculation is not None
-    total = engine.speculation.total
+    total = counted(engine).total
     assert sum(event.num_draft_tokens for event in told) == total.drafted > 0
     assert sum(event.num_accepted_tokens for event in told) == total.accepted
     assert {event.sample for event in told} <= {sample.id for sample in samples}
-    assert engine.proposer is not None
+    assert isinstance(engine.proposer, Proposer)
     assert not engine.proposer._samples and not engine.proposer._counts
-    assert not engine.speculation._by_sample
+    assert not counted(engine)._by_sample
     engine.use_drafter(None)
 
 
@@ -80,12 +86,11 @@ def test_siblings_are_drafted_from_each_other(make_vllm: EngineMaker) -> None:
     engine = make_vllm(drafter="group", max_drafts=4)
     engine.use_drafter("group", FixedLength(4))
     first = generate(engine, group("g", n=1, temperature=0.0))
-    assert engine.speculation is not None
-    before = engine.speculation.total.accepted
+    before = counted(engine).total.accepted
     later = generate(engine, group("h", n=3, temperature=0.0))
     assert all(sample.output_ids == first[0].output_ids for sample in later)
-    report = engine.speculation.report()
-    assert engine.speculation.total.accepted - before > 3 * 25
+    report = counted(engine).report()
+    assert counted(engine).total.accepted - before > 3 * 25
     assert report["drafters"]["group"]["acceptance_length"] > 2.0
     engine.use_drafter(None)
 

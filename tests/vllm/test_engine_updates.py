@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.partial_rollout.conftest import group, prompt
-from tests.vllm.conftest import EngineMaker, assert_same, generate, run
+from tests.vllm.conftest import EngineMaker, assert_same, generate, local, run
 from transformers import LlamaForCausalLM
 
 from longtail import NativeEngine, Sample
@@ -202,7 +202,7 @@ def test_by_file(make_vllm: EngineMaker, weights: list[Weights], monkeypatch: py
     engine.reset_prefix_cache()
     assert_same(generate(engine, group("a", prompt(21)))[0], expected)
     engine.update_weights(weights[0], engine.version + 1)
-    assert engine.core.llm.get_weight_version() == str(engine.version)
+    assert local(engine).llm.get_weight_version() == str(engine.version)
 
 
 def test_paused_samples_keep_their_kv(make_vllm: EngineMaker, weights: list[Weights]) -> None:

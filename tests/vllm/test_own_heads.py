@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.conftest import assert_same, run
+from tests.vllm.conftest import assert_same, local, run
 from tests.vllm.heads import save_eagle, save_eagle3, save_mimo, save_target
 
 from longtail import Group, Sample, SamplingParams
@@ -44,7 +44,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     yield made
     for engine in reversed(made):
         engine.pause(snapshot=False)
-        engine.core.llm.engine_core.shutdown()
+        local(engine).llm.engine_core.shutdown()
 
 
 @pytest.mark.parametrize("params", PARAMS)

@@ -8,7 +8,7 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,11 +19,12 @@ from longtail import Sample
 from longtail.events import Event, ignore
 from longtail.spec_decode.choice import make_drafter
 from longtail.spec_decode.controller import FixedLength
+from longtail.version import PolicyVersion
 
 if TYPE_CHECKING:
     from longtail.partial_rollout.engines.vllm import VllmEngine
 
-SETTINGS = {"kv_cache_bytes": 4 << 20, "max_num_seqs": 8, "block_size": 32}
+SETTINGS: dict[str, Any] = {"kv_cache_bytes": 4 << 20, "max_num_seqs": 8, "block_size": 32}
 LENGTH = 72
 PARAMS = [
     {"temperature": 0.0},
@@ -141,7 +142,7 @@ def test_versions_at_an_update(engine: VllmEngine, make_vllm: EngineMaker) -> No
             assert sample.output_ids[:cut] == before.output_ids[:cut]
             assert sample.versions == [version] * cut + [version + 1] * (LENGTH - cut)
             again = some("a")[sample.index]
-            again.extend(sample.output_ids[:cut], sample.logprobs[:cut], 0, "earlier", "computed")
+            again.extend(sample.output_ids[:cut], sample.logprobs[:cut], PolicyVersion(0), "earlier", "computed")
             local.add([again])
             run(local, [again])
             assert again.output_ids == sample.output_ids and again.output_ids != before.output_ids

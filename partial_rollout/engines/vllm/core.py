@@ -329,7 +329,7 @@ class LocalCore(Core):
         return getattr(worker, "model_runner", None)
 
     @property
-    def scheduler(self) -> Scheduler:  # type: ignore[override]
+    def scheduler(self) -> Scheduler:
         scheduler: Scheduler = self.llm.engine_core.engine_core.scheduler
         return scheduler
 

@@ -246,7 +246,7 @@ def _drafting(core: Any, _: None) -> Any:
     return core.scheduler.proposer.speculation.report()
 
 
-_METHODS = {
+_METHODS: dict[str, Any] = {
     "freeze": _freeze,
     "thaw": _thaw,
     "requests": _requests,
