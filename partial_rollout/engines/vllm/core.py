@@ -390,7 +390,8 @@ class LocalCore(Core):
 
         self.scheduler.schedule = self._schedule
         _running.discard(self)
-        if _running:  # vLLM's own shutdown would take along what the others run on
+        if _running:  # vLLM's own shutdown, which also waits for the garbage collector, would take along their groups
+            self.llm.engine_core._finalizer.detach()
             self.scheduler.shutdown()
             self.config.compilation_config.static_forward_context.clear()  # the layers, and their caches
             gc.unfreeze()  # vLLM has frozen what it made at its start
