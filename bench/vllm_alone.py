@@ -112,7 +112,8 @@ class VllmAlone:
                     tell("grade", sample=made.sample_id, value=value, detail=made.grader)
             for group in taken:
                 tokens = sum(len(sample.output_ids) for sample in group.samples)
-                tell("hand_over", group=group.id, num_seqs=len(group.samples), num_tokens=tokens)
+                detail = json.dumps({"staleness": {"0": tokens}})  # nothing is trained on later than it is made
+                tell("hand_over", group=group.id, num_seqs=len(group.samples), num_tokens=tokens, detail=detail)
             tokens = sum(len(sample.output_ids) for group in taken for sample in group.samples)
             tell("iteration_end", num_seqs=len(taken), num_tokens=tokens)
         listen(Event("run_end", now()))

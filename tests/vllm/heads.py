@@ -67,7 +67,6 @@ def save_eagle3(directory: Path) -> Path:
         "midlayer.hidden_norm.weight": (HIDDEN,),
         "norm.weight": (HIDDEN,),
         "lm_head.weight": (SIZES["vocab_size"], HIDDEN),
-        "d2t": (SIZES["vocab_size"],),
     } | _block("midlayer", 2 * HIDDEN)
     _save_head(directory, "LlamaForCausalLMEagle3", shapes, draft_vocab_size=SIZES["vocab_size"])
     return directory
@@ -77,10 +76,7 @@ def _save_head(directory: Path, architecture: str, shapes: dict[str, tuple[int, 
     directory.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(**SIZES, num_hidden_layers=1, head_dim=32, architectures=[architecture]).to_dict() | fields
     (directory / "config.json").write_text(json.dumps(config))
-    weights = _weights(shapes, seed=1)
-    if "d2t" in weights:
-        weights["d2t"] = torch.zeros(SIZES["vocab_size"], dtype=torch.int64)  # draft ids are the target's
-    save_file(weights, directory / "model.safetensors")
+    save_file(_weights(shapes, seed=1), directory / "model.safetensors")
 
 
 def save_mimo(directory: Path) -> Path:

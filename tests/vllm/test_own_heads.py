@@ -1,5 +1,5 @@
-"""vLLM's drafting heads (EAGLE, EAGLE-3, MTP) under `VllmEngine`, with random weights: they draft, are right now and
-then, and change no token."""
+"""vLLM's drafting heads (EAGLE, EAGLE-3, MTP) under `VllmEngine`, with random weights, and its suffix method where
+arctic-inference is installed: they draft, are right now and then, and change no token."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ def samples_of(params: dict[str, Any]) -> list[Sample]:
     return [sample for group in groups for sample in group.samples]
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["eagle", "eagle3", "mtp", "suffix"])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """Without drafts, and with the head. One vLLM after the other is made; both stay."""
     directory: Path = tmp_path_factory.mktemp(request.param)
-    if request.param == "mtp":
+    if request.param == "suffix":
+        pytest.importorskip("arctic_inference", reason="vLLM's suffix method needs arctic-inference")
+        target, drafter = save_target(directory), "suffix"
+    elif request.param == "mtp":
         target, drafter = save_mimo(directory), "mtp"
     else:
         target = save_target(directory / "target")
