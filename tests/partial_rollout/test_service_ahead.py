@@ -38,7 +38,7 @@ def test_aborts(engine: Ahead) -> None:
     """One sample ends, with its last token, in the pass in which all were to be aborted."""
     alone = make_stepped()
     with serving(engine) as service:
-        short, *others = [*submit(service, 1, max_tokens=6), *submit(service, 4)[1:]]
+        short, *others = [*submit(service, 1, max_tokens=6), *submit(service, 3)]
         steps(service, 5)
         assert service.abort_all().result() == 3
         service.check_integrity()
@@ -56,7 +56,7 @@ def test_aborts(engine: Ahead) -> None:
 def test_updates_and_cancels(engine: Ahead) -> None:
     """Others gain a token meanwhile, and end."""
     with serving(engine) as service:
-        first, second, third = [*submit(service, 1, max_tokens=4), *submit(service, 3)[1:]]
+        first, second, third = [*submit(service, 1, max_tokens=4), *submit(service, 2)]
         steps(service, 3)
         service.update_weights(make_model("llama", seed=1).state_dict()).result()
         service.check_integrity()

@@ -56,9 +56,9 @@ class VllmChaos(Chaos):
             clock.advance_to(clock.now() + 1.0)
             return step(**options)
 
-        def breaking() -> Any:
+        def breaking(**options: Any) -> Any:
             self.breaks_in -= 1
-            emitted = core_step()  # vLLM has counted its tokens, and nobody hears of them
+            emitted = core_step(**options)  # vLLM has counted its tokens, and nobody hears of them
             if self.breaks_in == 0:
                 self.broken += 1
                 raise LongtailError("planted")
@@ -119,8 +119,8 @@ def test_broken_steps_lose_no_token(built: VllmEngine) -> None:
     built.add([one])
     core_step = built.core.step
 
-    def breaking() -> Any:
-        core_step()
+    def breaking(**options: Any) -> Any:
+        core_step(**options)
         raise LongtailError("planted")
 
     built.core.step = breaking  # type: ignore[method-assign, assignment]

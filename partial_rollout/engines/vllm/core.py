@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.executor import Executor
     from vllm.v1.request import Request
 
-    from longtail.partial_rollout.engines.vllm.remote_drafting import RemoteProposer
-
 CPU_BLOCK_SIZE, CPU_KV_BYTES = 32, 2 << 30
 IN_CORE = "longtail.partial_rollout.engines.vllm.in_core"
 """What the core's process loads of ours."""
@@ -113,6 +111,9 @@ def pass_of(s: SchedulerOutput, requests: Mapping[str, Request], emitted: list[E
 
 class Core:
     """Owns vLLM's frontend. extra_args: further EngineArgs, of our own parts."""
+
+    llm: Any
+    """LLMEngine, or AsyncLLM."""
 
     def __init__(self, model: str, settings: VllmSettings, extra_args: Mapping[str, Any]) -> None:
         # Read by vLLM where it builds an engine, not as it is imported.
@@ -226,8 +227,8 @@ class Core:
     def is_alive(self) -> bool:
         return True
 
-    def make_proposer(self, version: int) -> Proposer | RemoteProposer | None:
-        """longtail's drafters, for weights of this version; None if vLLM was not made for them."""
+    def make_proposer(self, version: int) -> Any:
+        """`Proposer` or `RemoteProposer`, for weights of this version; None if vLLM was not made for one."""
         raise NotImplementedError
 
     def check_alive(self) -> None:

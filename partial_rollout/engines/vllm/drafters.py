@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longtail.sample import Sample
 from longtail.sampling_params import SamplingParams
@@ -27,9 +27,6 @@ from longtail.spec_decode.metrics import Counts
 from longtail.spec_decode.speculation import Speculation
 from longtail.spec_decode.step_cost import StepCost
 from longtail.version import PolicyVersion
-
-if TYPE_CHECKING:
-    from longtail.partial_rollout.engines.vllm.remote_drafting import RemoteProposer, RemoteSpeculation
 
 PROPOSER = f"{__name__}.Proposer"
 KEY = "longtail"
@@ -121,14 +118,15 @@ _HOW = "make it with speculative_config=drafters.speculative_config(None), or Vl
 class Drafting:
     """What an engine has of a proposer: for `VllmEngine`."""
 
-    proposer: Proposer | RemoteProposer | None
-    """longtail's drafters inside vLLM; None where the engine was made for none of them."""
+    proposer: Any
+    """`Proposer`: longtail's drafters inside vLLM, or `RemoteProposer`, where that is in another process; None where
+    the engine was made for none of them."""
     _lock: threading.RLock
     eos_token_ids: tuple[int, ...]
     drafts_by_itself: bool
     """Whether a method of vLLM drafts, for the engine's life."""
 
-    def _start_drafting(self, proposer: Proposer | RemoteProposer | None, settings: Any) -> None:
+    def _start_drafting(self, proposer: Any, settings: Any) -> None:
         """proposer: None where no worker is in the process of vLLM's core; settings: `VllmSettings`."""
         self.proposer = proposer
         self.drafts_by_itself = self.proposer is None and (settings.drafter or settings.speculative) is not None
@@ -142,8 +140,9 @@ class Drafting:
         self.proposer.use(settings.drafter)
 
     @property
-    def speculation(self) -> Speculation | RemoteSpeculation | None:
-        """What drafts, and what came of it (`report()`); None while none of longtail's drafters does."""
+    def speculation(self) -> Any:
+        """`Speculation`: what drafts, and what came of it (`report()`, which is all that there is of it where the core
+        has a process of its own); None while none of longtail's drafters does."""
         return None if self.proposer is None else self.proposer.speculation
 
     def use_drafter(
@@ -159,7 +158,8 @@ class Drafting:
 
     def drafted(self, request_id: str) -> Counts:
         """What drafting did for a request that leaves."""
-        return Counts() if self.proposer is None else self.proposer.leave(request_id)
+        did: Counts = Counts() if self.proposer is None else self.proposer.leave(request_id)
+        return did
 
 
 class Proposer:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable
 from typing import Any
 
 from longtail.partial_rollout.engines.vllm_plugin import load
@@ -246,7 +247,7 @@ def _drafting(core: Any, _: None) -> Any:
     return core.scheduler.proposer.speculation.report()
 
 
-_METHODS: dict[str, Any] = {
+_METHODS: dict[str, Callable[[Any, Any], Any]] = {
     "freeze": _freeze,
     "thaw": _thaw,
     "requests": _requests,
