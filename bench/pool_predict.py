@@ -112,7 +112,7 @@ def table(result: dict[str, Any]) -> Table:
 
     out = Table(title="Makespan of a pool, simulated and measured (* unseen)", title_justify="left")
     out.add_column("engines")
-    for header in ("measured s", "predicted s", "off", "own costs: off", "passes", "machine"):
+    for header in ("measured\ns", "predicted\ns", "off", "own costs:\noff", "passes", "machine"):
         out.add_column(header, justify="right")
     for row in result["rows"]:
         passes = row["passes"]
@@ -129,9 +129,12 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    settings, worst = result["settings"], max(abs(row["error"]) for row in result["rows"])
-    slowed = settings["slowed"]
-    lines = [f"Predicted makespan: {worst:.1%} off at most, {'within' if worst <= GOAL else 'beyond'} {GOAL:.0%}."]
+    slowed, rows = result["settings"]["slowed"], result["rows"]
+    parts = []
+    for key, what in (("own_error", "each from its own costs"), ("error", f"from those of {rows[0]['engines']}")):
+        worst = max(abs(row[key]) for row in rows)
+        parts.append(f"{what} {worst:.1%} off at most, {'within' if worst <= GOAL else 'beyond'} {GOAL:.0%}")
+    lines = [f"Predicted makespan: {'; '.join(parts)}."]
     if slowed > 1.0:
         lines.append(
             f"The engines were slowed: each slept until a pass had taken {slowed:g} times the CPU time that one of as "

@@ -24,8 +24,6 @@ from tests.ray.hosts import Hosts, HostsUnavailable
 from longtail import NativeEngine, Rollout
 from longtail.partial_rollout.engines.simulated.engine import SimulatedEngine
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def results(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
