@@ -77,8 +77,14 @@ def test_steps_tell_what_they_cost_without_a_drafter(make_engine: EngineMaker) -
     engine = make_engine(max_num_seqs=4, max_num_batched_tokens=64, clock=lambda: float(next(clock)))
     cost = engine.stepper.cost
     passes: list[tuple[int, int, int]] = []
-    cost.record_prompts = lambda rows, seconds: passes.append((0, rows, seconds > 0))  # type: ignore[method-assign]
-    cost.record = lambda rows, seconds, *, context, prefill: passes.append((rows, prefill, seconds > 0))  # type: ignore[method-assign]
+
+    def record(rows: int, seconds: float, *, context: float = 0.0, prefill: int = 0) -> None:
+        passes.append((rows, prefill, seconds > 0))
+
+    def record_prompts(rows: int, seconds: float) -> None:
+        passes.append((0, rows, seconds > 0))
+
+    cost.record, cost.record_prompts = record, record_prompts  # type: ignore[method-assign]
     for name, length in (("g", 20), ("h", 30)):
         engine.add(group(name, prompt(length), n=1, max_tokens=4).samples)
     engine.step()
