@@ -201,5 +201,5 @@ class VllmAlone:
 def _take(sample: Sample, made: Any, version: PolicyVersion) -> None:
     tokens = list(made.token_ids)
     logprobs = [at[token].logprob for token, at in zip(tokens, made.logprobs, strict=True)]
-    sample.extend(tokens, logprobs, version, "vllm", "computed")
+    sample.extend(tokens, logprobs, PolicyVersion(version), "vllm", "computed")
     sample.status, sample.finish_reason = "finished", made.finish_reason

@@ -23,8 +23,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 HIDDEN, KV_WIDTH = SIZES["hidden_size"], 32
-LAYERS = 4
-"""EAGLE-3 reads the hidden states of three."""
+LAYERS = 8
+"""EAGLE-3 reads the hidden states of three, which are different ones from here on."""
 
 
 def _weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:

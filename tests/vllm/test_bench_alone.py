@@ -64,8 +64,7 @@ def test_its_numbers_add_up(result: BenchResult) -> None:
         prompts = sum(len(sample.prompt_ids) for sample in result.samples[name].values())
         admits = events[events["kind"] == "admit"]
         assert len(admits) == 12
-        cached = admits["num_tokens"].sum()  # the prompt of a group is computed once
-        assert 0 < cached < prompts
+        cached = admits["num_tokens"].sum()
         assert steps["num_prefill_tokens"].sum() == prompts - cached
         assert steps["num_tokens"].sum() == prompts - cached + made - 12  # the last token of a sample is never read
 
