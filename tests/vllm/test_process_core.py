@@ -258,7 +258,7 @@ def test_a_killed_core_loses_nothing(started: VllmEngine, make_vllm: EngineMaker
     started.add(samples)
     run(started, samples, 5)
     (first,) = started.pause([samples[0].id])
-    (process,) = started.core.llm.engine_core.resources.engine_manager.processes  # type: ignore[attr-defined]
+    (process,) = started.core.llm.engine_core.resources.engine_manager.processes
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(CoreDied, match="core is gone"):
         while started.has_work:

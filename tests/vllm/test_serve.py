@@ -61,7 +61,9 @@ def test_aborted_requests_come_back(make_vllm: EngineMaker) -> None:
         assert logprobs == pytest.approx(expected.logprobs, rel=0.0, abs=NOISE)
     after = engine.stats()
     assert after.num_recomputed_tokens == before.num_recomputed_tokens
-    assert after.num_restored_tokens - before.num_restored_tokens >= 6 * 40
+    restored = after.num_restored_tokens - before.num_restored_tokens
+    cached = after.num_cached_tokens - before.num_cached_tokens  # full blocks that vLLM's prefix cache still had
+    assert restored > 0 and restored + cached >= 6 * 40
     assert after.num_free_blocks == after.num_blocks
     engine.check_integrity()
 
