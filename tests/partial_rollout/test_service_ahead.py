@@ -5,20 +5,21 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
-from tests.partial_rollout.conftest import make_model
+from tests.partial_rollout.conftest import make_model, prompt
 from tests.partial_rollout.service_helpers import (
     Stepped,
     again,
     assert_equals,
     expected,
     make_stepped,
+    params,
     result,
     serving,
     steps,
-    submit,
 )
 
 from longtail.partial_rollout.engine import StepOutput
+from longtail.partial_rollout.service import Request, RolloutService
 
 
 class Ahead(Stepped):
@@ -27,6 +28,11 @@ class Ahead(Stepped):
     def _between_passes(self) -> AbstractContextManager[None]:
         self._step(StepOutput(self._version), False)
         return nullcontext()
+
+
+def send(service: RolloutService, *lengths: int) -> list[Request]:
+    """Different prompts, of such lengths of output."""
+    return [service.generate(prompt(9 + 3 * i, i), params(seed=i, max_tokens=n)) for i, n in enumerate(lengths)]
 
 
 @pytest.fixture
@@ -38,7 +44,7 @@ def test_aborts(engine: Ahead) -> None:
     """One sample ends, with its last token, in the pass in which all were to be aborted."""
     alone = make_stepped()
     with serving(engine) as service:
-        short, *others = [*submit(service, 1, max_tokens=6), *submit(service, 3)]
+        short, *others = send(service, 6, 24, 24, 24)
         steps(service, 5)
         assert service.abort_all().result() == 3
         service.check_integrity()
@@ -56,7 +62,7 @@ def test_aborts(engine: Ahead) -> None:
 def test_updates_and_cancels(engine: Ahead) -> None:
     """Others gain a token meanwhile, and end."""
     with serving(engine) as service:
-        first, second, third = [*submit(service, 1, max_tokens=4), *submit(service, 2)]
+        first, second, third = send(service, 4, 24, 24)
         steps(service, 3)
         service.update_weights(make_model("llama", seed=1).state_dict()).result()
         service.check_integrity()
