@@ -223,10 +223,6 @@ class Speculation:
         )
         self._draft_seconds, self._drafted_for = 0.0, []
 
-    def prompts_done(self, rows: int, seconds: float) -> None:
-        """A pass of prompts alone, which `done` was not told of."""
-        self.cost.record_prompts(rows, seconds)
-
     def _counts_of(self, sample: Sample, draft: Draft) -> tuple[Counts, Counts, Counts]:
         by_drafter = self.by_drafter.get(draft.drafter)
         if by_drafter is None:

@@ -71,19 +71,29 @@ def test_a_new_drafter_knows_what_steps_cost(make_engine: EngineMaker) -> None:
     assert engine.speculation.controller.reasons[2, "measuring"] == 0
 
 
-def test_passes_of_prompts_alone_tell_what_rows_cost(make_engine: EngineMaker) -> None:
-    """Two prompts in one pass. The third comes while the others decode: its rows are told with theirs."""
+def test_steps_tell_what_they_cost_without_a_drafter(make_engine: EngineMaker) -> None:
+    """Two prompts in one pass; then both decode, and a third prompt is computed beside them."""
     clock = itertools.count()
-    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=64, clock=lambda: float(next(clock)), drafter="ngram")
-    assert engine.speculation is not None
-    told: list[tuple[int, float]] = []
-    engine.speculation.cost.record_prompts = lambda rows, seconds: told.append((rows, seconds))  # type: ignore[method-assign]
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=64, clock=lambda: float(next(clock)))
+    cost = engine.stepper.cost
+    passes: list[tuple[int, int, int]] = []
+    cost.record_prompts = lambda rows, seconds: passes.append((0, rows, seconds > 0))  # type: ignore[method-assign]
+    cost.record = lambda rows, seconds, *, context, prefill: passes.append((rows, prefill, seconds > 0))  # type: ignore[method-assign]
     for name, length in (("g", 20), ("h", 30)):
-        engine.add(group(name, prompt(length), n=1, max_tokens=8).samples)
+        engine.add(group(name, prompt(length), n=1, max_tokens=4).samples)
     engine.step()
-    assert [rows for rows, _ in told] == [50] and told[0][1] > 0
     engine.step()
-    engine.add(group("i", prompt(9, 2), n=1, max_tokens=4).samples)
+    engine.add(group("i", prompt(9, 2), n=1, max_tokens=3).samples)
     while engine.has_work:
         engine.step()
-    assert len(told) == 1
+    assert passes == [(0, 50, True), (2, 0, True), (2, 9, True), (3, 0, True), (1, 0, True)]
+
+
+def test_a_drafter_knows_what_steps_cost_before_it(make_engine: EngineMaker) -> None:
+    clock = itertools.count()
+    engine = make_engine(clock=lambda: float(next(clock)))
+    generate(engine, group("g", prompt(8), n=2, max_tokens=12))
+    engine.use_drafter("group")
+    assert engine.speculation is not None and engine.speculation.cost.is_known(2)
+    generate(engine, group("h", prompt(8, 1), n=2, max_tokens=12))
+    assert engine.speculation.controller.reasons[2, "measuring"] == 0

@@ -126,10 +126,10 @@ class NativeEngine(ModelEngine[Sequence]):
             engine=name,
             max_model_len=self.max_model_len,
             max_rows=config.max_num_batched_tokens,
+            cost=StepCost(self.row_rule.multiple),  # the machine's and the model's: a new drafter keeps it
             decode_of=self._stop_text.decode_of,
             clock=clock,
         )
-        self._step_cost = StepCost(self.row_rule.multiple)  # the machine's and the model's: a new drafter keeps it
         self.use_drafter(drafter, controller)
 
     # -- the engine protocol ------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class NativeEngine(ModelEngine[Sequence]):
                 self.stepper.speculation = None
                 return
             target = Target(self.decoder, self.row_rule, self.kv, self.config, self.max_model_len)
-            self.stepper.speculation = speculate(drafter, target, controller, self.now, self._step_cost)
+            self.stepper.speculation = speculate(drafter, target, controller, self.now, self.stepper.cost)
 
     def check_integrity(self) -> None:
         """AssertionError if blocks, sequences or samples do not add up. Call between steps."""

@@ -29,6 +29,7 @@ from longtail.sample import Sample
 from longtail.sequence import Sequence
 from longtail.spec_decode.drafter import Draft
 from longtail.spec_decode.speculation import Speculation
+from longtail.spec_decode.step_cost import StepCost
 from longtail.version import PolicyVersion
 
 
@@ -72,7 +73,7 @@ class PassResult:
 
 class Stepper:
     """Owns nothing but the wiring. decode_of: how to decode a sample's tokens for its stop strings, if it has any;
-    max_rows: tokens of a pass."""
+    max_rows: tokens of a pass; cost: of steps, to be measured."""
 
     def __init__(
         self,
@@ -84,12 +85,13 @@ class Stepper:
         engine: str,
         max_model_len: int,
         max_rows: int,
+        cost: StepCost,
         decode_of: Callable[[Sample], Decode | None],
         clock: Callable[[], float],
     ) -> None:
         self.decoder, self.kv, self.rule, self.verify = decoder, kv, rule, verify
         self.engine, self.max_model_len, self.max_rows = engine, max_model_len, max_rows
-        self.decode_of, self.now = decode_of, clock
+        self.cost, self.decode_of, self.now = cost, decode_of, clock
         self.routing = RoutingRecorder(kv, decoder.spec.routing_group)
         self.speculation: Speculation | None = None
         self._cache = Cache.of(kv)
@@ -223,8 +225,13 @@ class Stepper:
     def _judge(
         self, decoding: list[Scheduled], drafts: list[Draft], outcomes: list[Outcome], seconds: float, prefill: int
     ) -> None:
-        """Tells the speculation what became of its drafts, and of every token that others may learn from."""
+        """Tells the speculation what became of its drafts, and of every token that others may learn from. What steps
+        cost is measured without one, too."""
+        if prefill and not decoding:
+            self.cost.record_prompts(prefill, seconds)
         if self.speculation is None:
+            if decoding and seconds > 0.0:  # known to the drafter that may come
+                self.cost.record(len(decoding), seconds, context=self._context(decoding), prefill=prefill)
             return
         by_sequence = {id(outcome.seq): outcome for outcome in outcomes}
         if decoding:
@@ -238,8 +245,6 @@ class Stepper:
                 context=self._context(decoding),
                 prefill=prefill,
             )
-        elif prefill:
-            self.speculation.prompts_done(prefill, seconds)
         for outcome in by_sequence.values():
             if outcome.emitted:
                 self.speculation.observe(outcome.seq.sample, outcome.emitted)
