@@ -322,13 +322,13 @@ def _settings_rows(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str,
 
 
 def _meta_rows(meta: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What the settings of the runs do not say already. Of several sources "key (source)" is about the runs
-    "source/...": see `run_files.load`."""
+    """What the settings of the runs do not say already: they have what was resolved, where the list of a trace has what
+    was asked for. Of several sources "key (source)" is about the runs "source/...": see `run_files.load`."""
     rows = []
     for name, value in meta.items():
         key, _, source = name.removesuffix(")").partition(" (")
         own = [of for run, of in settings.items() if not source or run.startswith(f"{source}/")]
-        if not own or any(key not in of or _text(of[key]) != _text(value) for of in own):
+        if not own or any(key not in of for of in own):
             rows.append((name, _text(value)))
     return rows
 

@@ -55,7 +55,7 @@ def test_the_ledger_is_shown_where_there_is_one(synthetic: pd.DataFrame, numbers
 
 
 def test_a_setting_is_said_once() -> None:
-    """A trace's own list repeats the settings of its runs: only what they lack, or say otherwise, is added."""
+    """A trace's list repeats the settings of its runs, some as they were asked for: only what they lack is added."""
     writer = TraceWriter()
     for run, tokens in (("x/a", 7), ("y/b", 8)):
         listen = writer.listener(run)
@@ -63,11 +63,12 @@ def test_a_setting_is_said_once() -> None:
         listen(Event("run_start", 0.0, detail=json.dumps(settings)))
         listen(Event("run_end", 1.0))
     df = writer.frame()
-    meta = {"model": "m", "learning_rate": 0.5, "stop": (1, 2), "max_tokens (x)": 7, "max_tokens (y)": 9, "cpu": "c"}
+    meta = {"model": "m", "learning_rate": 0.5, "stop": (1, 2), "max_tokens (x)": 7, "max_tokens (y)": None, "cpu": "c"}
+    meta |= {"cores (x)": 1, "cores (y)": 2}
     page = report.render(df, analysis.summary(df), meta)
     shown = page[page.index("Settings and machine") :]
     rows = re.findall(r'<th scope="row">([^<]*)</th>', shown)
-    assert rows == ["model", "learning_rate", "stop", "max_tokens", "max_tokens (y)", "cpu"]
+    assert rows == ["model", "learning_rate", "stop", "max_tokens", "cpu", "cores (x)", "cores (y)"]
 
 
 def test_foreign_text_is_escaped(page: str) -> None:
