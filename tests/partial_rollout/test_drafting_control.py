@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from tests.partial_rollout.conftest import EngineMaker, generate, group, prompt
 
 from longtail.spec_decode.controller import Controller
@@ -71,20 +72,18 @@ def test_a_new_drafter_knows_what_steps_cost(make_engine: EngineMaker) -> None:
     assert engine.speculation.controller.reasons[2, "measuring"] == 0
 
 
-def test_steps_tell_what_they_cost_without_a_drafter(make_engine: EngineMaker) -> None:
+def test_steps_tell_what_they_cost_without_a_drafter(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts in one pass; then both decode, and a third prompt is computed beside them."""
     clock = itertools.count()
     engine = make_engine(max_num_seqs=4, max_num_batched_tokens=64, clock=lambda: float(next(clock)))
     cost = engine.stepper.cost
-    passes: list[tuple[int, int, int]] = []
+    passes: list[tuple[int, int, bool]] = []
 
     def record(rows: int, seconds: float, *, context: float = 0.0, prefill: int = 0) -> None:
         passes.append((rows, prefill, seconds > 0))
 
-    def record_prompts(rows: int, seconds: float) -> None:
-        passes.append((0, rows, seconds > 0))
-
-    cost.record, cost.record_prompts = record, record_prompts  # type: ignore[method-assign]
+    monkeypatch.setattr(cost, "record", record)
+    monkeypatch.setattr(cost, "record_prompts", lambda rows, seconds: passes.append((0, rows, seconds > 0)))
     for name, length in (("g", 20), ("h", 30)):
         engine.add(group(name, prompt(length), n=1, max_tokens=4).samples)
     engine.step()
