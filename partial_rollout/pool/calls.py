@@ -53,6 +53,8 @@ class Calls:
         self._num_output = 0
         self._weights: Any = None
         """Of the last update, for engines that join, where the transport keeps them."""
+        self._drafter: tuple[Any, Any] | None = None
+        """And its controller: what all draft with (`use_drafter`); None: what they were made with."""
         self._restarts, self._num_made = config.restarts, 0
         self._tiers: Any = None
         self._to_pool = True
@@ -76,6 +78,8 @@ class Calls:
                     "update its weights before it joins"
                 )
             member.send("update", self._weights, int(self._version))
+        if self._drafter is not None:
+            member.send("do", "use_drafter", self._drafter)
         self._crew.members.append(member)
         self._tell_of(member, "joined")
 

@@ -320,9 +320,10 @@ class EnginePool(Moves):
         tell(self._events, self.listener)
 
     def use_drafter(self, drafter: Any, controller: Any = None) -> None:
-        """As `NativeEngine.use_drafter`, in every engine. They know nothing yet; a group index hears from the other
-        engines (`PoolConfig.share_drafts`)."""
+        """As `NativeEngine.use_drafter`, in every engine, also in those that join later. They know nothing yet; a group
+        index hears from the other engines (`PoolConfig.share_drafts`)."""
         self._ask("do", "use_drafter", (drafter, controller))
+        self._drafter = drafter, controller
         self._sharing.forget_all()
 
     def reset_prefix_cache(self) -> None:

@@ -133,6 +133,17 @@ def test_a_message_is_bounded_and_memory_is(model: Any, monkeypatch: pytest.Monk
     pool.check_integrity()
 
 
+def test_engines_that_join_draft_as_the_others(model: Any) -> None:
+    pool = EnginePool(maker(model), count=1)
+    pool.use_drafter("ngram")
+    pool.add_engine()
+    speculations = [member.host.engine.speculation for member in pool._crew.members]  # type: ignore[attr-defined]
+    assert [speculation.drafter.name for speculation in speculations] == ["ngram", "ngram"]
+    pool.use_drafter(None)
+    pool.add_engine()
+    assert list(pool.drafting().values()) == [None] * 3
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_samples_of_the_single_engine(model: Any, expected: dict[str, Sample], strategy: str) -> None:
     """Under every strategy, with weights that are sent again: versions age, samples are cut and come back."""
