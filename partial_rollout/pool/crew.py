@@ -83,6 +83,11 @@ class Crew:
         member.load += 1
         self._remember(self._homes, f"g {entry.sample.group_id}", self.members.index(member))
 
+    def wait(self, entry: Entry) -> None:
+        """It is in the pool, and in no engine."""
+        self.entries[entry.sample.id] = entry
+        entry.member, entry.sample.status = None, "waiting"
+
     def left(self, entry: Entry) -> None:
         """It has left its engine, and the pool."""
         sample, member = entry.sample, entry.member

@@ -26,8 +26,12 @@ class Moves(Calls):
     """Adds what decides where samples are. Their engines, and the calls of them, are `Calls`'s."""
 
     def _place(self, entry: Entry, among: Sequence[Member] = ()) -> None:
-        """among: engines that it may go to; empty: all that get samples."""
+        """among: engines that it may go to; empty: all that get samples. Where no engine is left (the last may have
+        been lost over a move) it waits for the next."""
         sample = entry.sample
+        if not self._crew.alive:
+            self._crew.wait(entry)
+            return
         member = self._crew.route(sample, self.config.repack)
         if among and member not in among:
             member = min(among, key=lambda m: m.load)

@@ -210,6 +210,33 @@ def test_all_engines_lost(model: Any, expected: dict[str, Sample]) -> None:
         assert_same(got[name], sample)
 
 
+def test_all_engines_lost_over_a_move(model: Any, expected: dict[str, Sample]) -> None:
+    """The samples wait in the pool for an engine."""
+    make = maker(model)
+    pool = EnginePool(make, count=2)
+    samples = [s for g in batch() for s in g.samples]
+    pool.add(samples)
+    for _ in range(3):
+        pool.step()
+    first, second = pool._crew.members
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        pool._lose(second, "planted")
+        raise ZeroDivisionError
+
+    first.host.engine.pause = dying  # type: ignore[attr-defined]
+    pool.release(first.name)
+    assert list(pool.engines.values()) == ["lost: planted", "lost: pause: ZeroDivisionError: "][::-1]
+    assert {entry.member for entry in pool._crew.entries.values()} == {None}
+    assert pool.has_work and len(pool._crew.entries) == len(samples)
+    with pytest.raises(LongtailError, match="all engines are lost"):
+        pool.step()
+    pool.add_engine(make("b"))
+    finish(pool)
+    for sample in samples:
+        assert_same(sample, expected[sample.id])
+
+
 def test_a_store_on_disk_keeps_the_kv(model: Any, expected: dict[str, Sample], tmp_path: Path) -> None:
     """Another process (a pool of other engines, a store opened again) goes on from the KV on disk."""
     pool = EnginePool(maker(model), count=2, over_wire=True)

@@ -46,7 +46,8 @@ def results(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         (folder / "config").write_text(json.dumps(config))
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         env = os.environ | token | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        start = ["ray", "start", "--address", "$(cat address)", "--node-ip-address", hosts.addresses["b"], "--block"]
+        ray = shlex.quote(str(Path(sys.executable).with_name("ray")))
+        start = [ray, "start", "--address", "$(cat address)", "--node-ip-address", hosts.addresses["b"], "--block"]
         start += ["--num-cpus", "4", "--object-store-memory", str(128 << 20), "--disable-usage-stats"]
         start += ["--resources", shlex.quote('{"place": 1}')]
         node = f"cd {folder}; until [ -s address ]; do sleep 0.1; done; while true; do {' '.join(start)}; done"
