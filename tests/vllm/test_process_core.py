@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,6 +213,35 @@ def test_limits_and_aborts(engine: VllmEngine) -> None:
     n = len(samples[0].output_ids)
     run(engine, samples[2:])
     assert [len(s.output_ids) for s in samples] == [n, len(samples[1].output_ids), 100, 100]
+
+
+@pytest.mark.parametrize("to_the_end", [False, True], ids=["ahead", "ended"])
+def test_a_turn_that_the_core_ran_past(engine: VllmEngine, to_the_end: bool) -> None:
+    """What it made behind the turn is in neither the sample nor its saved KV."""
+    samples = some("a", **PARAMS[2])
+    for sample in samples:
+        sample.multi_turn = True
+    engine.add(samples)
+    if to_the_end:  # of the context: vLLM has ended the requests
+        while engine.core.call("requests")[0]:  # type: ignore[attr-defined]
+            time.sleep(0.02)
+    else:
+        while min(map(len, engine.core.call("requests")[0].values())) < 21 + 60:  # type: ignore[attr-defined]
+            time.sleep(0.005)
+    turns: list[Sample] = []
+    while engine.has_work:
+        turns += engine.step().turns
+    assert turns and all(s.turn_ended and s.output_ids[-1] in range(3, 60) for s in turns)
+    for sample in turns:
+        tokens = [*sample.prompt_ids, *sample.output_ids]
+        assert sample.snapshot is None or sample.snapshot.num_tokens <= len(tokens)
+        sample.append_observation([7, 8, 9])
+    assert any(s.snapshot is not None for s in turns) != to_the_end
+    restored = engine.stats().num_restored_tokens
+    engine.add(turns)
+    while engine.has_work:
+        engine.step()
+    assert (engine.stats().num_restored_tokens > restored) != to_the_end
 
 
 def test_random_lives(engine: VllmEngine, make_vllm: EngineMaker) -> None:
