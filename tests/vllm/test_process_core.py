@@ -244,6 +244,58 @@ def test_a_turn_that_the_core_ran_past(engine: VllmEngine, to_the_end: bool) -> 
     assert (engine.stats().num_restored_tokens > restored) != to_the_end
 
 
+def test_what_the_caller_has_dealt_with_is_not_told_again(engine: VllmEngine) -> None:
+    """Samples end between a step and a pause: the caller sees it, begins them anew, or answers, before the next step."""
+    ending, going = some("a", max_tokens=5), some("b")
+    turn = some("c", min_tokens=5, stop_token_ids=list(range(0, 90)))[0]
+    turn.multi_turn = True
+    engine.add([*ending, *going, turn])
+    while not all(s.is_done for s in ending) or not turn.turn_ended:
+        time.sleep(0.02)
+        engine.add(engine.pause([going[0].id]))
+    for sample in ending:
+        sample.cut(0)
+    turn.append_observation([7, 8, 9])
+    engine.add([*ending, turn])
+    out = engine.step()
+    assert all(s.is_done for s in out.finished) and all(s.turn_ended for s in out.turns)
+    told = [*out.finished, *out.turns]
+    while engine.has_work:
+        out = engine.step()
+        told += [*out.finished, *out.turns]
+    assert sorted(s.id for s in told) == sorted(s.id for s in [*ending, *going, turn])
+
+
+def test_a_step_that_is_interrupted(
+    engine: VllmEngine, make_vllm: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the passes that it takes in: those behind it are made again, and what had ended is told of later."""
+    expected = generate(make_vllm(), group("a", prompt(21), n=4, max_tokens=LENGTH))
+    short = group("b", prompt(9), n=1, max_tokens=3).samples
+    samples, finished = some("a"), list[Sample]()
+    engine.add([*short, *samples])
+    book, count = engine._book, 0
+
+    def interrupted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 6:
+            raise KeyboardInterrupt
+        book(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_book", interrupted)
+        time.sleep(0.5)  # there are many
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                finished += engine.step().finished
+    while engine.has_work:
+        finished += engine.step().finished
+    assert {s.id for s in finished} == {s.id for s in [*short, *samples]}
+    for a, b in zip(samples, expected, strict=True):
+        assert_same(a, b)
+
+
 def test_random_lives(engine: VllmEngine, make_vllm: EngineMaker) -> None:
     """Adds, steps, pauses with and without KV, aborts: what finishes is what an undisturbed engine makes."""
     rng = random.Random(3)
