@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SETTINGS: dict[str, Any] = {"kv_cache_bytes": 4 << 20, "max_num_seqs": 8, "block_size": 32}
 LENGTH = 200
 """So long that a sample has not ended when the test looks, though the core runs on."""
-PARAMS = [
+PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {},
     {"presence_penalty": 1.5, "top_p": 0.9, "min_tokens": 40, "stop_token_ids": list(range(3, 60))},
@@ -245,9 +245,9 @@ def test_a_turn_that_the_core_ran_past(engine: VllmEngine, to_the_end: bool) -> 
 
 
 def test_what_the_caller_has_dealt_with_is_not_told_again(engine: VllmEngine) -> None:
-    """Samples end between a step and a pause: the caller sees it, begins them anew, or answers, before the next step."""
+    """Samples end in a pause: the caller sees it, and begins them anew, or answers, before the next step."""
     ending, going = some("a", max_tokens=5), some("b")
-    turn = some("c", min_tokens=5, stop_token_ids=list(range(0, 90)))[0]
+    turn = some("c", min_tokens=5, stop_token_ids=list(range(90)))[0]
     turn.multi_turn = True
     engine.add([*ending, *going, turn])
     while not all(s.is_done for s in ending) or not turn.turn_ended:
