@@ -183,7 +183,7 @@ class Generation(Slots):
         self._left([*out.finished, *out.turns])
         self._end_loops()
         if out.at_limit:
-            self.renew([s for s in out.at_limit if s.id in state.running])
+            self.renew(self.in_engine(out.at_limit))
         return True
 
     def _patience(self) -> int:
@@ -239,7 +239,7 @@ class Generation(Slots):
     def _end_loops(self) -> None:
         if self.repetition is None:
             return
-        loops = [s.id for s in self.state.running.values() if self.repetition(s.output_ids)]
+        loops = [s.id for s in self.in_engine(self.state.running.values()) if self.repetition(s.output_ids)]
         self._left(self.engine.abort(loops, reason="repetition") if loops else [])
 
     def _ended(self, sample: Sample) -> None:

@@ -10,6 +10,7 @@ Both are one drafter on a `SuffixIndex`; they differ in whose tokens share an in
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
@@ -86,6 +87,7 @@ class SuffixDrafter:
         self._live: dict[str, _Text] = {}
         self._shared: dict[Hashable, _Shared] = {}  # the one used last stands last
         self._num_tokens = self._num_bytes = 0
+        self._renamed = itertools.count(1)
 
     @property
     def num_tokens(self) -> int:
@@ -228,7 +230,7 @@ class SuffixDrafter:
         before = shared.texts.pop(sample_id, None)
         if before is not None:
             before.live = False
-            shared.texts[f"{sample_id} #{len(shared.texts) + 1}"] = before
+            shared.texts[f"{sample_id} #{next(self._renamed)}"] = before
         text = shared.texts[sample_id] = _Text(sample_id, shared, tail, length=start, dropped=start, live=False)
         return text
 

@@ -100,6 +100,8 @@ class Sharing:
         self._texts: OrderedDict[str, _Text] = OrderedDict()  # the one that grew last stands last
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
         self._num_tokens = 0
+        self._enough = 0
+        """Up to so many tokens there is no use in looking for texts to drop: samples in the pool have nearly all."""
         self._steps: dict[Member, int] = {}
         """Steps until an engine is told again."""
         self.traffic = Traffic()
@@ -118,7 +120,7 @@ class Sharing:
         self._num_tokens += text.extend(sample)
         text.known[member] = len(text.tokens)
         self._texts.move_to_end(sample.id)
-        if self._num_tokens > KEPT_TOKENS:
+        if self._num_tokens > max(KEPT_TOKENS, self._enough):
             self._make_room()
 
     def entered(self, sample: Sample, member: Member) -> None:
@@ -141,7 +143,7 @@ class Sharing:
         self._texts.clear()
         self._prompts.clear()
         self._steps.clear()
-        self._num_tokens = 0
+        self._num_tokens = self._enough = 0
 
     def news(self, member: Member, now: float) -> Message | None:
         """What an engine is told with the step that comes now; None: nothing."""
@@ -193,9 +195,11 @@ class Sharing:
     def _make_room(self) -> None:
         for text in list(self._texts.values()):
             if self._num_tokens <= KEPT_TOKENS * 3 // 4:
+                self._enough = 0
                 return
             if text.sample_id not in self._crew.entries:
                 self._drop(text)
+        self._enough = self._num_tokens + KEPT_TOKENS // 8
 
     def check_integrity(self, samples: Mapping[str, Sample]) -> None:
         """AssertionError unless every text is a beginning of its sample, and the counts add up."""

@@ -133,6 +133,25 @@ def test_a_message_is_bounded_and_memory_is(model: Any, monkeypatch: pytest.Monk
     pool.check_integrity()
 
 
+def test_texts_of_running_samples_beyond_the_bound_are_not_gone_through_at_each(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "KEPT_TOKENS", 100)
+    tries = list[int]()
+    room = sharing.Sharing._make_room
+
+    def counted(self: sharing.Sharing) -> None:
+        tries.append(self._num_tokens)
+        room(self)
+
+    monkeypatch.setattr(sharing.Sharing, "_make_room", counted)
+    pool = EnginePool(maker(model, drafter="group"), count=2, routing="load")
+    pool.add(group("a", prompt(9), n=8, max_tokens=40).samples)
+    finish(pool)
+    assert pool._sharing._num_tokens <= 320 and 1 <= len(tries) <= (320 - 100) // (100 // 8) + 8
+    pool.check_integrity()
+
+
 def test_engines_that_join_draft_as_the_others(model: Any) -> None:
     pool = EnginePool(maker(model), count=1)
     pool.use_drafter("ngram")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from tests.partial_rollout.conftest import EngineMaker, assert_same, generate, group, make_model, prompt
@@ -281,3 +282,32 @@ def test_repetition_ends_a_loop_at_the_same_place_in_every_regime(make_engine: E
         assert_same(a, b)
     looped = [s for s in ends[0] if s.finish_reason == "repetition"]
     assert looped and all(detector(s.output_ids) and len(s.output_ids) % 8 == 0 for s in looped)
+
+
+@pytest.mark.parametrize("ends", ["repetition", "limit"])
+def test_a_sample_that_ended_in_a_pause(make_engine: EngineMaker, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that runs ahead may end samples while others are paused, and tells of it with the next step."""
+    detector = RepetitionDetector(max_period=1, min_tokens=10_000)
+    strategy = ContextAware(chunk=15) if ends == "limit" else Sync()
+    engine = make_engine(make_model("llama"))
+    rollout = Rollout(engine, strategy=strategy, repetition=detector)
+    if ends == "repetition":
+        monkeypatch.setattr(RepetitionDetector, "__call__", lambda self, ids: len(ids) >= 16)
+    step, left, held = engine.step, rollout._generation._left, list[Sample]()
+
+    def told(**how: Any) -> Any:
+        out = step(**how)
+        out.finished[:0] = held
+        held.clear()
+        return out
+
+    def left_and_paused(samples: list[Sample]) -> None:
+        left(samples)
+        if engine.has_work:
+            held.extend(step().finished)
+
+    monkeypatch.setattr(engine, "step", told)
+    monkeypatch.setattr(rollout._generation, "_left", left_and_paused)
+    (made,) = rollout.submit([group("a", prompt(5), n=2, max_tokens=16)])
+    assert rollout.collect() == [made]
+    assert [s.finish_reason for s in made.samples] == ["length"] * 2

@@ -13,6 +13,7 @@ from longtail.spec_decode.choice import FirstOf, make_drafter
 from longtail.spec_decode.drafter import Draft, DraftRequest, Heard
 from longtail.spec_decode.suffix_drafter import SuffixConfig, SuffixDrafter, group_drafter, ngram_drafter
 from longtail.spec_decode.suffix_index import Lookup
+from longtail.version import PolicyVersion
 
 
 def test_a_sample_learns_from_its_sibling_as_it_runs() -> None:
@@ -123,6 +124,15 @@ def test_siblings_elsewhere_are_heard_as_those_here() -> None:
             drafter.observe(reader, 1)
         got, wanted = (draft_of(drafter, reader) for drafter in (far, near))
         assert got.tokens == wanted.tokens and got.tokens and got.probs == wanted.probs
+
+
+def test_texts_under_one_id_are_each_kept_track_of() -> None:
+    """Whose beginnings were lost, until the index is made anew and beyond."""
+    rng, drafter = random.Random(0), SuffixDrafter("prompt", SuffixConfig(max_tokens_per_index=1024))
+    for number in range(60):
+        tokens = [rng.randrange(99) for _ in range(30)]
+        drafter.hear((1, 2, 3), Heard("a", 5, tokens, [(30, PolicyVersion(number))]))
+        drafter.check_integrity()
 
 
 def test_what_is_heard_of_a_sample_that_comes_and_goes() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 SETTINGS: dict[str, Any] = {"kv_cache_bytes": 4 << 20, "max_num_seqs": 8, "block_size": 32}
 LENGTH = 200
 """So long that a sample has not ended when the test looks, though the core runs on."""
-PARAMS = [
+PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {},
     {"presence_penalty": 1.5, "top_p": 0.9, "min_tokens": 40, "stop_token_ids": list(range(3, 60))},
@@ -212,6 +213,87 @@ def test_limits_and_aborts(engine: VllmEngine) -> None:
     n = len(samples[0].output_ids)
     run(engine, samples[2:])
     assert [len(s.output_ids) for s in samples] == [n, len(samples[1].output_ids), 100, 100]
+
+
+@pytest.mark.parametrize("to_the_end", [False, True], ids=["ahead", "ended"])
+def test_a_turn_that_the_core_ran_past(engine: VllmEngine, to_the_end: bool) -> None:
+    """What it made behind the turn is in neither the sample nor its saved KV."""
+    samples = some("a", **PARAMS[2])
+    for sample in samples:
+        sample.multi_turn = True
+    engine.add(samples)
+    if to_the_end:  # of the context: vLLM has ended the requests
+        while engine.core.call("requests")[0]:  # type: ignore[attr-defined]
+            time.sleep(0.02)
+    else:
+        while min(map(len, engine.core.call("requests")[0].values())) < 21 + 60:  # type: ignore[attr-defined]
+            time.sleep(0.005)
+    turns: list[Sample] = []
+    while engine.has_work:
+        turns += engine.step().turns
+    assert turns and all(s.turn_ended and s.output_ids[-1] in range(3, 60) for s in turns)
+    for sample in turns:
+        tokens = [*sample.prompt_ids, *sample.output_ids]
+        assert sample.snapshot is None or sample.snapshot.num_tokens <= len(tokens)
+        sample.append_observation([7, 8, 9])
+    assert any(s.snapshot is not None for s in turns) != to_the_end
+    restored = engine.stats().num_restored_tokens
+    engine.add(turns)
+    while engine.has_work:
+        engine.step()
+    assert (engine.stats().num_restored_tokens > restored) != to_the_end
+
+
+def test_what_the_caller_has_dealt_with_is_not_told_again(engine: VllmEngine) -> None:
+    """Samples end in a pause: the caller sees it, and begins them anew, or answers, before the next step."""
+    ending, going = some("a", max_tokens=5), some("b")
+    turn = some("c", min_tokens=5, stop_token_ids=list(range(90)))[0]
+    turn.multi_turn = True
+    engine.add([*ending, *going, turn])
+    while not all(s.is_done for s in ending) or not turn.turn_ended:
+        time.sleep(0.02)
+        engine.add(engine.pause([going[0].id]))
+    for sample in ending:
+        sample.cut(0)
+    turn.append_observation([7, 8, 9])
+    engine.add([*ending, turn])
+    out = engine.step()
+    assert all(s.is_done for s in out.finished) and all(s.turn_ended for s in out.turns)
+    told = [*out.finished, *out.turns]
+    while engine.has_work:
+        out = engine.step()
+        told += [*out.finished, *out.turns]
+    assert sorted(s.id for s in told) == sorted(s.id for s in [*ending, *going, turn])
+
+
+def test_a_step_that_is_interrupted(
+    engine: VllmEngine, make_vllm: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the passes that it takes in: those behind it are made again, and what had ended is told of later."""
+    expected = generate(make_vllm(), group("a", prompt(21), n=4, max_tokens=LENGTH))
+    short = group("b", prompt(9), n=1, max_tokens=3).samples
+    samples, finished = some("a"), list[Sample]()
+    engine.add([*short, *samples])
+    book, count = engine._book, 0
+
+    def interrupted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 6:
+            raise KeyboardInterrupt
+        book(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_book", interrupted)
+        time.sleep(0.5)  # there are many
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                finished += engine.step().finished
+    while engine.has_work:
+        finished += engine.step().finished
+    assert {s.id for s in finished} == {s.id for s in [*short, *samples]}
+    for a, b in zip(samples, expected, strict=True):
+        assert_same(a, b)
 
 
 def test_random_lives(engine: VllmEngine, make_vllm: EngineMaker) -> None:

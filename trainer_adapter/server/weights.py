@@ -28,7 +28,7 @@ def load_weights(directory: str, field: str, roots: Sequence[str] = ("/",)) -> d
         raise BadRequest(f"{field}: {directory!r} is no directory on the server's machine", field)
     try:
         if (path / INDEX).is_file():
-            index: Any = json.loads((path / INDEX).read_text())
+            index: Any = json.loads(_within(path / INDEX, field, roots).read_text())
             files = sorted({path / name for name in index["weight_map"].values()})
         else:
             files = sorted(path.glob("*.safetensors"))

@@ -127,35 +127,35 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
         if self.proposer is not None:
             self.proposer.refilled = refilled
         held, self._held = self._held, StepOutput(self._version)
-        out.finished += held.finished
-        out.turns += held.turns
+        # A caller that saw how they had ended, and has cut or answered them, hears no more of it.
+        out.finished += [sample for sample in held.finished if sample.is_done]
+        out.turns += [sample for sample in held.turns if sample.turn_ended]
         out.num_output_tokens, out.num_seqs = held.num_output_tokens, held.num_seqs
         if not self._sequences:
             return
-        if self._updater.is_broken:
-            raise RuntimeError(
-                f"engine {self.name}: an update of the weights failed half-way; repeat update_weights before the "
-                "next step"
-            )
         try:
-            passes = self.core.step(wait=not (out.finished or out.turns))
+            if self._updater.is_broken:
+                raise RuntimeError(
+                    f"engine {self.name}: an update of the weights failed half-way; repeat update_weights before the "
+                    "next step"
+                )
+            for done in self.core.step(wait=not (out.finished or out.turns)):
+                self._book(done, out)
         except BaseException:
-            self._held = held
-            self._start_over()
+            self._held = out
+            if not self._updater.is_broken:
+                self._start_over()
             raise
-        for done in passes:
-            self._book(done, out)
 
     @contextlib.contextmanager
     def _between_passes(self) -> Iterator[None]:
         try:
             try:
-                passes = self.core.freeze()
+                for done in self.core.freeze():
+                    self._book(done, self._held)
             except BaseException:
                 self._start_over()
                 raise
-            for done in passes:
-                self._book(done, self._held)
             yield
         finally:
             if not self._updater.is_broken:  # what it would make now is nothing

@@ -152,10 +152,10 @@ def _saver_of(config: Any) -> Any:
     return _SAVERS[name]
 
 
-def _sample_of(request: Request) -> Sample:
-    """As far as saving its KV needs it."""
+def _sample_of(request: Request, num_tokens: int | None = None) -> Sample:
+    """As far as saving its KV needs it. num_tokens: that it has; None: as many as the request."""
     state = request.sampling_params.extra_args[KEY]
-    tokens, n = list(request.all_token_ids), state["num_prompt_tokens"]
+    tokens, n = list(request.all_token_ids)[:num_tokens], state["num_prompt_tokens"]
     output = tokens[n:]
     return Sample(
         id=state["id"],
@@ -207,12 +207,15 @@ def _start_saver(core: Any, version: int) -> tuple[str, str | None, tuple[Any, s
     return saver.fingerprint, saver.unavailable, None if device is None else (device.layout, device.dtype)
 
 
-def _save(core: Any, request_id: str) -> Any:
-    """-> `PackedSnapshot`, None if there is none or no room."""
-    scheduler = core.scheduler
-    request = scheduler.requests[request_id]
+def _save(core: Any, of: tuple[str, int]) -> Any:
+    """of: a request, and tokens of its sample: this process may have gone on behind the end of a turn, even up to the
+    end of the request. -> `PackedSnapshot`, None if there is none or no room."""
+    scheduler, (request_id, num_tokens) = core.scheduler, of
+    request = scheduler.requests.get(request_id)
+    if request is None:
+        return None
     (table,) = scheduler.kv_cache_manager.get_block_ids(request_id)
-    snapshot = scheduler.saver.save(_sample_of(request), table, request.num_computed_tokens)
+    snapshot = scheduler.saver.save(_sample_of(request, num_tokens), table, request.num_computed_tokens)
     return None if snapshot is None else pack_snapshot(snapshot)
 
 

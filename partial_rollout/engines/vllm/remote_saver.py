@@ -88,7 +88,7 @@ class RemoteSaver(KVSaver):
 
     def save_request(self, stay: Stay) -> Snapshot | None:
         try:
-            packed = self._core.call("save", stay.request_id)
+            packed = self._core.call("save", (stay.request_id, len(stay.token_ids)))
             return None if packed is None else unpack_snapshot(packed, self.tiers)
         except (CoreDied, SnapshotMismatch):  # gone, or no room
             return None

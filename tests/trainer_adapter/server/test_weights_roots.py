@@ -12,7 +12,7 @@ from tests.trainer_adapter.server.helpers import save_model, served
 
 from longtail.trainer_adapter.server.config import ServerConfig
 from longtail.trainer_adapter.server.fields import BadRequest
-from longtail.trainer_adapter.server.weights import load_weights
+from longtail.trainer_adapter.server.weights import INDEX, load_weights
 
 DIALECTS = [
     ("/update_weights_from_disk", lambda path: {"model_path": path}, "model_path"),
@@ -57,6 +57,15 @@ def test_only_below_the_roots(places: dict[str, str], route: str, body: Any, fie
             answer, version = server.post(route, body(places[name])), version + 1
             assert answer.status_code == 200, answer.text
             assert server.service.stats().version == version
+
+
+def test_an_index_that_leads_out_is_not_read(places: dict[str, str]) -> None:
+    outside = Path(places["outside"], "secret")
+    outside.write_text("not for you")
+    Path(places["root/step-1"], INDEX).symlink_to(outside)
+    with pytest.raises(BadRequest, match="may not be read") as refused:
+        load_weights(places["root/step-1"], "path", (places["root"],))
+    assert refused.value.status == 403
 
 
 def test_without_roots(places: dict[str, str]) -> None:
