@@ -78,7 +78,8 @@ def test_cuts_change_nothing(engine: VllmEngine, make_vllm: EngineMaker, params:
     for until in (5, 30):
         run(engine, samples, until)
         paused = engine.pause()
-        assert all(s.status == "paused" and s.snapshot is not None for s in paused)
+        assert all(s.status == "paused" for s in paused)
+        assert all(s.snapshot is not None for s in paused if s.output_ids)  # the noise may not have begun
         engine.check_integrity()
         engine.reset_prefix_cache()
         engine.add(group(f"noise{until}", prompt(33), n=2, max_tokens=20).samples)
