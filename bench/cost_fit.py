@@ -266,6 +266,11 @@ def _scale(steps: Steps, step: StepModel) -> float:
     return float((steps.seconds * steps.passes).sum()) / total if total > 0.0 else 1.0
 
 
+def over(seconds: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    """seconds / predicted, float64 [n]; infinite where nothing is predicted, as few steps can have it."""
+    return np.divide(seconds, predicted, out=np.full(len(seconds), np.inf), where=predicted > 0.0)
+
+
 def _thin(steps: Steps) -> Steps:
     return steps[np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS)).astype(int)]
 
@@ -280,7 +285,7 @@ def _choose_form(steps: Steps) -> tuple[_Form, np.ndarray]:
             train, test = steps[fold != k], steps[fold == k]
             step = _fit_form(train, form)
             quiet = step.many(test.seqs, test.rows, test.context)
-            loss[k] = np.minimum(np.abs(test.seconds / quiet - 1.0), 1.0).mean()
+            loss[k] = np.minimum(np.abs(over(test.seconds, quiet) - 1.0), 1.0).mean()
             predicted[fold == k] = quiet * _scale(train, step)
         results.append((form, predicted, loss))
     best = min(results, key=lambda result: float(result[2].mean()))[2]
@@ -383,7 +388,7 @@ def _range(row: dict[str, Any]) -> str:
 def _drift(predicted: np.ndarray, measured: np.ndarray) -> list[float]:
     """Measured over predicted seconds, medians of the fastest and of the slowest of STRETCHES stretches of the trace:
     equal on a machine of constant speed."""
-    ratios = [float(np.median(part)) for part in np.array_split(measured / predicted, STRETCHES)]
+    ratios = [float(np.median(part)) for part in np.array_split(over(measured, predicted), STRETCHES)]
     return [min(ratios), max(ratios)]
 
 

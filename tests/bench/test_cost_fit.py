@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from longtail.bench import cost_fit
 from longtail.bench.cli import app
-from longtail.bench.cost_fit import fit, nnls, robust_nnls, steps_of
+from longtail.bench.cost_fit import fit, nnls, over, robust_nnls, steps_of
 from longtail.bench.cost_model import StepModel, read_cost
 from longtail.bench.trace import TraceWriter
 from longtail.errors import TraceError
@@ -281,6 +281,11 @@ def test_refusals(synthetic: pd.DataFrame) -> None:
 def test_no_prompts_is_said() -> None:
     findings = fit(trace_of(LINE, prompts=False)).report["findings"]
     assert any("No step computes a prompt" in line for line in findings)
+
+
+def test_nothing_predicted_is_infinitely_off() -> None:
+    """A fold of few steps may leave out all that have something in common. (Warnings are errors here.)"""
+    assert over(np.array([1.0, 3.0]), np.array([0.0, 2.0])).tolist() == [np.inf, 1.5]
 
 
 # --- the command
