@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,13 +31,11 @@ class VllmAlone:
 
     def __init__(self, source: str, *, slots: int, max_model_len: int, decode: Callable[[Any], str]) -> None:
         from longtail.partial_rollout.engines.vllm.config import VllmSettings
-        from longtail.partial_rollout.engines.vllm.core import engine_args, eos_of
+        from longtail.partial_rollout.engines.vllm.core import engine_args, eos_of, set_defaults
         from longtail.partial_rollout.engines.vllm.correction import correct
         from longtail.partial_rollout.engines.vllm.drafters import runner_of
 
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        set_defaults(by_counter=True)
         correct()
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -173,7 +170,7 @@ class VllmAlone:
             for output in outputs:
                 sample = by_id[output.request_id]
                 del going[sample.id]
-                _take(sample, output.outputs[0], PolicyVersion(version))
+                _take(sample, output.outputs[0], version)
                 about = {"sample": sample.id, "group": sample.group_id}
                 tell("finish", num_tokens=len(sample.output_ids), detail=sample.finish_reason, **about)
                 if ended is not None:
@@ -198,7 +195,7 @@ class VllmAlone:
         )
 
 
-def _take(sample: Sample, made: Any, version: PolicyVersion) -> None:
+def _take(sample: Sample, made: Any, version: int) -> None:
     tokens = list(made.token_ids)
     logprobs = [at[token].logprob for token, at in zip(tokens, made.logprobs, strict=True)]
     sample.extend(tokens, logprobs, PolicyVersion(version), "vllm", "computed")

@@ -13,8 +13,6 @@ from pathlib import Path
 from longtail.errors import DirectoryLocked
 
 LOCK = "lock"
-
-
 LINGER_SECONDS = 2.0
 """For which the lock of a dead process is waited for: one that was killed while it started another program leaves a
 copy of itself, which holds the lock until it has become that program."""

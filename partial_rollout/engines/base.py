@@ -80,7 +80,7 @@ class EngineBase(Generic[S]):
         with self._lock, self._journal.telling():
             ending = [find(self._sequences, i) for i in dict.fromkeys(sample_ids)]
             with self._between_passes():
-                still = [seq for seq in ending if self._sequences.get(seq.sample.id) is seq]
+                still = self._still_here(ending)
                 for seq in still:
                     self._finish(seq, reason)
                     self._forget(seq.sample)
@@ -89,6 +89,9 @@ class EngineBase(Generic[S]):
     def _between_passes(self) -> AbstractContextManager[None]:
         """No pass is made meanwhile, and those made before are in the samples: which may have ended by that."""
         return nullcontext()
+
+    def _still_here(self, sequences: Iterable[S]) -> list[S]:
+        return [seq for seq in sequences if self._sequences.get(seq.sample.id) is seq]
 
     def _finish(self, seq: S, reason: FinishReason) -> None:
         raise NotImplementedError

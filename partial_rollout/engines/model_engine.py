@@ -97,11 +97,10 @@ class ModelEngine(EngineBase[S], abc.ABC):
             with self._journal.telling():
                 out = StepOutput(self._version)
                 full, self._full = self._full, []
-                for seq in full:
-                    if self._sequences.get(seq.sample.id) is seq:
-                        self._finish(seq, "length")
-                        self._forget(seq.sample)
-                        out.finished.append(seq.sample)
+                for seq in self._still_here(full):
+                    self._finish(seq, "length")
+                    self._forget(seq.sample)
+                    out.finished.append(seq.sample)
                 self._step(out, refilled)
                 out.at_limit = [seq.sample for seq in self._sequences.values() if seq.is_at_limit]
             for sample in out.at_limit:  # the caller will hear of it: no listener has raised
@@ -113,8 +112,7 @@ class ModelEngine(EngineBase[S], abc.ABC):
             ids = list(self._sequences if sample_ids is None else dict.fromkeys(sample_ids))
             leaving = [find(self._sequences, i) for i in ids]
             with self._between_passes():
-                still = [seq for seq in leaving if self._sequences.get(seq.sample.id) is seq]
-                return [self._take_out(seq, "pause", snapshot) for seq in still]
+                return [self._take_out(seq, "pause", snapshot) for seq in self._still_here(leaving)]
 
     def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """weights: a complete state dict of the model as `transformers` names it (a tied LM head may be left out).

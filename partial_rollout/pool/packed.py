@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -57,17 +57,18 @@ class PackedSnapshot:
 
 def pack_snapshot(snapshot: Snapshot) -> PackedSnapshot:
     """Waits for the disk if need be. SnapshotMismatch if a part is lost or there is no room to read it."""
-    parts = []
-    for part in snapshot.parts:
-        tensors = part.tiers.load(part)
-        parts.append((part.header, {name: PackedTensor.of(tensor) for name, tensor in tensors.items()}))
+    return pack_parts(snapshot, ((part, part.tiers.load(part)) for part in snapshot.parts))
+
+
+def pack_parts(snapshot: Snapshot, loaded: Iterable[tuple[Part, Mapping[str, torch.Tensor]]]) -> PackedSnapshot:
+    """loaded: its parts, in order."""
     return PackedSnapshot(
         snapshot.sample_id,
         snapshot.fingerprint,
         snapshot.layouts,
         snapshot.num_tokens,
         snapshot.digest,
-        tuple(parts),
+        tuple((part.header, {name: PackedTensor.of(t) for name, t in tensors.items()}) for part, tensors in loaded),
     )
 
 

@@ -116,11 +116,7 @@ class Core:
     """LLMEngine, or AsyncLLM."""
 
     def __init__(self, model: str, settings: VllmSettings, extra_args: Mapping[str, Any]) -> None:
-        # Read by vLLM where it builds an engine, not as it is imported.
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else a CPU's worker has a process of its own
-        if settings.sampling == "counter":
-            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the runner whose sampler is replaced
+        set_defaults(by_counter=settings.sampling == "counter")
         if settings.batch_invariant:
             _want_batch_invariance()
         correct()
@@ -325,9 +321,7 @@ class LocalCore(Core):
 
     @property
     def runner(self) -> Any:
-        executor = self.llm.engine_core.engine_core.model_executor
-        worker = getattr(executor, "driver_worker", None)
-        return getattr(worker, "model_runner", None)
+        return runner_in(self.llm.engine_core.engine_core)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -402,6 +396,19 @@ class LocalCore(Core):
         gc.collect()
         if not _running:
             cleanup_dist_env_and_memory()
+
+
+def set_defaults(*, by_counter: bool) -> None:
+    """Of the environment, as vLLM reads it where it builds an engine, not as it is imported."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else a CPU's worker has a process of its own
+    if by_counter:
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the runner whose sampler is replaced
+
+
+def runner_in(core: Any) -> Any:
+    """The model runner of vLLM's EngineCore; None where the workers have processes of their own."""
+    return getattr(getattr(core.model_executor, "driver_worker", None), "model_runner", None)
 
 
 def eos_of(config: ModelConfig) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from vllm.v1.request import Request  # noqa: E402
 from longtail.errors import SnapshotMismatch  # noqa: E402
 from longtail.kv_manager.tiers import Tiers  # noqa: E402
 from longtail.partial_rollout.engines.vllm.connector import LongtailConnector  # noqa: E402
-from longtail.partial_rollout.engines.vllm.core import pass_of  # noqa: E402
+from longtail.partial_rollout.engines.vllm.core import pass_of, runner_in  # noqa: E402
 from longtail.partial_rollout.engines.vllm.drafters import Proposer, proposer_of  # noqa: E402
 from longtail.partial_rollout.engines.vllm.kv_link import PARAMETER, SNAPSHOT  # noqa: E402
 from longtail.partial_rollout.engines.vllm.sampling import KEY, WorkerExtension  # noqa: E402
@@ -201,8 +201,7 @@ def _requests(core: Any, _: None) -> tuple[dict[str, list[int]], int]:
 def _start_saver(core: Any, version: int) -> tuple[str, str | None, tuple[Any, str] | None]:
     """-> fingerprint, why no KV can be saved, and else the layout and dtype of the caches."""
     scheduler, saver = core.scheduler, core.scheduler.saver
-    runner = _runner(core)
-    saver.open(scheduler.vllm_config, scheduler.kv_cache_config, runner.model, version)
+    saver.open(scheduler.vllm_config, scheduler.kv_cache_config, runner_in(core).model, version)
     device = saver.device
     return saver.fingerprint, saver.unavailable, None if device is None else (device.layout, device.dtype)
 
@@ -223,14 +222,8 @@ def _weights_updated(core: Any, fingerprint: Fingerprint) -> None:
     core.scheduler.saver.weights_updated(fingerprint)
 
 
-def _runner(core: Any) -> Any:
-    """None where the workers have processes of their own."""
-    worker = getattr(core.model_executor, "driver_worker", None)
-    return None if worker is None else worker.model_runner
-
-
 def _start_drafting(core: Any, of: tuple[int, tuple[int, ...]]) -> bool:
-    core.scheduler.proposer = proposer_of(_runner(core), *of)
+    core.scheduler.proposer = proposer_of(runner_in(core), *of)
     return core.scheduler.proposer is not None
 
 

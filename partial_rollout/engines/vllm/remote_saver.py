@@ -19,7 +19,7 @@ from longtail.kv_manager.snapshot import Snapshot
 from longtail.partial_rollout.engines.vllm.core import IN_CORE, CoreDied
 from longtail.partial_rollout.engines.vllm.kv_link import SNAPSHOT, Admission
 from longtail.partial_rollout.engines.vllm.saver import KVSaver
-from longtail.partial_rollout.pool.packed import PackedSnapshot, PackedTensor, unpack_snapshot
+from longtail.partial_rollout.pool.packed import pack_parts, unpack_snapshot
 from longtail.sample import Sample
 
 if TYPE_CHECKING:
@@ -67,14 +67,7 @@ class RemoteSaver(KVSaver):
         start = self.now()
         self._prepare(entry, snapshot, [*sample.prompt_ids, *sample.output_ids], True)
         if entry.data is not None:
-            parts = tuple(
-                (part.header, {name: PackedTensor.of(tensor) for name, tensor in tensors.items()})
-                for part, tensors in entry.data
-            )
-            packed = PackedSnapshot(
-                snapshot.sample_id, snapshot.fingerprint, snapshot.layouts, snapshot.num_tokens, snapshot.digest, parts
-            )
-            params[SNAPSHOT] = pickle.dumps(packed)
+            params[SNAPSHOT] = pickle.dumps(pack_parts(snapshot, entry.data))
         entry.seconds = self.now() - start
         self._release(entry)
         return params
