@@ -198,14 +198,13 @@ class SuffixDrafter:
 
     def _attach(self, sample: Sample) -> _Text:
         key: Hashable = sample.prompt_ids if self.scope == "prompt" else sample.id
-        shared = self._shared.pop(key, None)
+        shared = self._shared.get(key)
         text = shared.texts.get(sample.id) if shared is not None else None
         again = text is not None and sample.prompt_ids == text.shared.prompt and _begins_with(sample, text)
         if shared is not None and self.scope == "sample" and not again:  # an id that is used again
             self._count(shared.index, -1)
-            shared = text = None
-        if shared is not None:
-            self._shared[key] = shared
+            del self._shared[key]
+            text = None
         shared = self._shared_by(key, sample.prompt_ids)
         if text is None or not again:
             text = self._new_text(sample.id, shared, shared.prompt_tail)
