@@ -157,9 +157,9 @@ class _Run:
         stack: contextlib.ExitStack,
     ) -> None:
         self.config, self.trainer, self.checkpoints, self.progress = config, trainer, checkpoints, progress
-        kept = [line for line in read_metrics(out / "metrics.jsonl") if line["step"] < trainer.num_steps]
+        kept = read_metrics(out / "metrics.jsonl", before=trainer.num_steps)
         self.log = stack.enter_context(MetricsLog(out / "metrics.jsonl", kept))
-        evals = [line for line in read_metrics(out / "eval.jsonl") if line["step"] <= trainer.num_steps]
+        evals = read_metrics(out / "eval.jsonl", before=trainer.num_steps + 1)
         self.evals = stack.enter_context(MetricsLog(out / "eval.jsonl", evals))
         self.measured = {line["step"] for line in evals}
         self.board = TensorBoard(out / "tensorboard")

@@ -167,7 +167,7 @@ class _Life:
                 f"resumed from {of}: {self.version - first} iterations trained on again, {dropped} tokens of an "
                 f"interrupted one dropped; continues with iteration {self.version}",
             )
-        evals = [line for line in read_metrics(self.out / "eval.jsonl") if line["step"] <= self.version]
+        evals = read_metrics(self.out / "eval.jsonl", before=self.version + 1)
         self.evals = self.stack.enter_context(MetricsLog(self.out / "eval.jsonl", evals))
         self.evaluated = {line["step"] for line in evals}
 

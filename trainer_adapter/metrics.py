@@ -60,9 +60,9 @@ class MetricsLog:
         self.close()
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Of a run's metrics.jsonl; a last line that is torn is left out. [] if there is no file. ValueError for anything
-    else that is not such a line."""
+def read_metrics(path: str | Path, *, before: int | None = None) -> list[dict[str, Any]]:
+    """Of a run's metrics.jsonl; a last line that is torn is left out. [] if there is no file. before: of earlier steps
+    only. ValueError for anything else that is not such a line."""
     path = Path(path)
     if not path.is_file():
         return []
@@ -74,7 +74,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             values["step"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: line {number + 1} is no line of metrics ({error!r})") from error
-        found.append(values)
+        if before is None or values["step"] < before:
+            found.append(values)
     return found
 
 
