@@ -76,21 +76,20 @@ def run(config: PredictConfig, progress: Callable[[str], None]) -> dict[str, Any
     name, rows = config.strategy, list[dict[str, Any]]()
     first: CostModel | None = None
     with tempfile.TemporaryDirectory(prefix="pool-predict-") as folder:
-        path = Path(folder) / "trace.parquet"
+        path = Path(folder)
         frame: pd.DataFrame | None = None
         for count in config.counts:
             progress(f"{config.prompts * config.group_size * config.iterations} samples on {count} engines")
             result = run_bench(config.bench(count))
-            own = fit(result.frame)
-            if first is None or frame is None:  # the lengths are the same in all
-                first, frame = own, result.frame
-                result.trace.write(path, {})
-            took = measured(result.frame)[name]
-            settings = settings_of(result.frame, name)
-            from_first = predict(frame, path, name, name, first, settings)
-            own_path = Path(folder) / f"{count}.parquet"
+            own, own_path = fit(result.frame), Path(folder) / f"{count}.parquet"
             result.trace.write(own_path, {})
-            from_own = predict(result.frame, own_path, name, name, own, settings)
+            took = measured(result.frame)[name]
+            of_run = settings_of(result.frame, name)
+            from_first = from_own = predict(result.frame, own_path, name, name, own, of_run)
+            if first is None or frame is None:  # the lengths are the same in all
+                first, frame, path = own, result.frame, own_path
+            else:
+                from_first = predict(frame, path, name, name, first, of_run)
             rows.append(
                 {
                     "engines": count,
