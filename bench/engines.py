@@ -1,5 +1,5 @@
 """The engines that the commands run, by name: longtail's own, or vLLM's (partial_rollout/engines/vllm); or a pool of
-native ones."""
+them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ EngineName = Literal["native", "vllm"]
 ENGINES: tuple[EngineName, ...] = ("native", "vllm")
 
 
-def check_engine(name: str, *, threads: int | None = None, numerics: str | None = None) -> None:
+def check_engine(name: str, *, threads: int | None = None, numerics: str | None = None) -> str | None:
     """ValueError for an unknown name, for vLLM where it is not installed, and for threads and numerics where they are
-    not ours to set."""
+    not ours to set. -> the numerics: exact where none are given, None of vLLM, whose are its own."""
     if name not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {name!r}")
     if name != "vllm":
-        return
+        return numerics or "exact"
     if threads is not None:
         raise ValueError("threads: vLLM takes OMP_NUM_THREADS of the environment; set it there, and leave this out")
     if numerics is not None:
@@ -31,6 +31,7 @@ def check_engine(name: str, *, threads: int | None = None, numerics: str | None 
         importlib.import_module("longtail.partial_rollout.engines.vllm")
     except ImportError as error:
         raise ValueError(f"engine: {error}") from error
+    return None
 
 
 def make_engine(
@@ -50,7 +51,7 @@ def make_engine(
     exact) and threads are the native engine's alone, core (None: local) is vLLM's. settings: those of both (name,
     max_num_seqs, max_model_len, max_num_batched_tokens, kv_cache_bytes, kv_on_update, fingerprint_versions); None
     leaves one at its default."""
-    check_engine(kind, threads=threads, numerics=numerics)
+    numerics = check_engine(kind, threads=threads, numerics=numerics)
     if core is not None and kind != "vllm":
         raise ValueError(f"core: {core} says where vLLM's core is; the {kind} engine has none, leave it out")
     if kind == "vllm":
@@ -74,7 +75,7 @@ def make_engine(
         tokenizer=tokenizer,
         version=version,
         drafter=drafter,
-        numerics=numerics or "exact",
+        numerics=numerics,
         threads=threads,
         **settings,
     )

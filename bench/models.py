@@ -107,11 +107,9 @@ def smollm2_135m(cache_dir: Path | None = None, progress: Progress | None = None
 
 def tokenizer_of(source: str | Path) -> Any:
     """Of `transformers`; None for a model without one."""
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, ImportError):
+        return needed_tokenizer(source)
+    except ValueError:
         return None
 
 

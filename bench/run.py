@@ -70,7 +70,7 @@ class BenchConfig:
     alone: bool = False
     """Of vLLM: the first runs are vLLM without longtail, driven synchronously (`vllm_alone`)."""
     engines: int = 1
-    """A pool of so many native ones, which share the slots; 1, without ray: one, without a pool."""
+    """A pool of so many, which share the slots; 1, without ray: one, without a pool."""
     ray: str | None = None
     """The engines are Ray actors: "local", "auto" or an address; None: they are in this process, and take turns."""
     slowed: float = 1.0
@@ -85,9 +85,8 @@ class BenchConfig:
             raise ValueError(f"token_budget must be at least 1, not {self.token_budget}")
         if self.kv_on_update not in ("recompute", "keep"):
             raise ValueError(f'kv_on_update must be "recompute" or "keep", not {self.kv_on_update!r}')
-        check_engine(self.engine, threads=self.threads, numerics=self.numerics)
-        if self.engine == "native" and self.numerics is None:
-            object.__setattr__(self, "numerics", "exact")
+        numerics = check_engine(self.engine, threads=self.threads, numerics=self.numerics)
+        object.__setattr__(self, "numerics", numerics)
         self.pool()  # checks it
         if self.alone and self.engine != "vllm":
             raise ValueError(f"alone: it is vLLM that runs alone; leave it out with engine {self.engine!r}")
@@ -135,7 +134,10 @@ def run(
     samples: dict[str, dict[str, Sample]] = {}
     extras: dict[str, dict[str, Any]] = {}
     if config.alone:
-        samples |= _run_alone(config, source, tokenizer, tasks, prompts, model_weights, trace, progress)
+        alone = VllmAlone(
+            source, slots=config.slots, max_model_len=max_model_len, decode=functools.partial(_decode, tokenizer)
+        )
+        samples |= _run_alone(alone, config, tasks, prompts, model_weights, trace, progress)
         extras |= {name: {"warnings": []} for name in samples}
     engine = config.pool().make(
         source,
@@ -216,22 +218,15 @@ def write(result: BenchResult, out: Path) -> None:
 
 
 def _run_alone(
+    alone: VllmAlone,
     config: BenchConfig,
-    source: str,
-    tokenizer: Any,
     tasks: list[Task],
     prompts: list[list[int]],
     weights: dict[str, Any],
     trace: TraceWriter,
     progress: Progress,
 ) -> dict[str, dict[str, Sample]]:
-    """-> by run, every sample by id."""
-    alone = VllmAlone(
-        source,
-        slots=config.slots,
-        max_model_len=max(map(len, prompts)) + config.max_tokens,
-        decode=functools.partial(_decode, tokenizer),
-    )
+    """And closes it. -> by run, every sample by id."""
     made: dict[str, dict[str, Sample]] = {}
     try:
         with GraderPool(grade_request, workers=1) as graders:

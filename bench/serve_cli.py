@@ -66,7 +66,7 @@ def serve(
 ) -> None:
     """Serve a model to RL trainers over HTTP: tokens in, tokens with log-probabilities and versions out, weights from a
     directory. Aborted requests that come back go on where they were. Ends with Ctrl-C."""
-    check_engine(engine, threads=threads, numerics=numerics)
+    numerics = check_engine(engine, threads=threads, numerics=numerics)
     from longtail.trainer_adapter.server.config import ServerConfig
 
     key = None
@@ -98,7 +98,7 @@ def serve(
         "max_model_len": max_model_len,
         "kv_cache_bytes": kv_cache_mib << 20,
         "kv_on_update": kv_on_update,
-        "numerics": None if engine == "vllm" else numerics or "exact",
+        "numerics": numerics,
         "threads": threads,
     }
     tokenizer = tokenizer_of(source)

@@ -108,9 +108,7 @@ class RunConfig:
             raise ValueError("temperature must be above 0: greedy decoding has no distribution to train")
         if self.policy not in (None, "exact", "transformers"):
             raise ValueError(f'policy must be "exact" or "transformers", not {self.policy!r}')
-        check_engine(self.engine, numerics=self.numerics)
-        if self.engine == "native" and self.numerics is None:
-            object.__setattr__(self, "numerics", "exact")
+        object.__setattr__(self, "numerics", check_engine(self.engine, numerics=self.numerics))
         if self.policy == "exact" and not self.is_exact:
             raise ValueError(
                 'policy "exact" computes as the native engine does with numerics="exact"; use "transformers"'
