@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.partial_rollout.conftest import group, prompt
+from tests.partial_rollout.conftest import generate, group, prompt
 
 from longtail import Group, NativeEngine, Rollout, Sample
 from longtail.partial_rollout.pool import EnginePool
@@ -29,6 +29,12 @@ def batch(groups: int = 6, size: int = 3, **params: Any) -> list[Group]:
         fields = {"n": size, "max_tokens": (9, 17, 40, 25)[i % 4], "seed": 11 + i} | params
         out.append(group(f"p{i}", prompt(5 + 9 * i % 40, seed=i), **fields))
     return out
+
+
+def undisturbed(model: Any) -> dict[str, Sample]:
+    """The samples of `batch()`, by id, as a single engine makes them."""
+    engine = NativeEngine(model, kv_cache_bytes=4 << 20, max_num_seqs=8, block_size=16)
+    return {s.id: s for s in generate(engine, *batch())}
 
 
 class Faulty(NativeEngine):

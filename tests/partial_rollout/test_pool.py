@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 from tests.partial_rollout.conftest import assert_same, make_model
-from tests.partial_rollout.pool_helpers import STRATEGIES, balance, batch, collect_all, failing_maker, maker
+from tests.partial_rollout.pool_helpers import (
+    STRATEGIES,
+    balance,
+    batch,
+    collect_all,
+    failing_maker,
+    maker,
+    undisturbed,
+)
 
-from longtail import NativeEngine, Rollout, Sample
+from longtail import Rollout, Sample
 from longtail.partial_rollout.pool import EnginePool
 from longtail.partial_rollout.pool.routing import ROUTINGS
 
@@ -21,8 +29,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> dict[str, Sample]:
-    engine = NativeEngine(model, kv_cache_bytes=4 << 20, max_num_seqs=8, block_size=16)
-    return collect_all(Rollout(engine), batch())
+    return undisturbed(model)
 
 
 @pytest.mark.parametrize("count", [2, 4])

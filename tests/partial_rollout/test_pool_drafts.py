@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 from tests.partial_rollout.conftest import assert_same, group, make_model, prompt
-from tests.partial_rollout.pool_helpers import STRATEGIES, balance, batch, collect_all, failing_maker, maker
+from tests.partial_rollout.pool_helpers import (
+    STRATEGIES,
+    balance,
+    batch,
+    collect_all,
+    failing_maker,
+    maker,
+    undisturbed,
+)
 
 from longtail import NativeEngine, Rollout, Sample
 from longtail.events import Event
@@ -26,8 +34,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> dict[str, Sample]:
-    engine = NativeEngine(model, kv_cache_bytes=4 << 20, max_num_seqs=8, block_size=16)
-    return collect_all(Rollout(engine), batch())
+    return undisturbed(model)
 
 
 def twins(name: str, count: int = 2, length: int = 60) -> list[Sample]:

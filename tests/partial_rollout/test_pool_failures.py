@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tests.partial_rollout.conftest import assert_same, generate, group, make_model, prompt
-from tests.partial_rollout.pool_helpers import balance, batch, collect_all, maker
+from tests.partial_rollout.conftest import assert_same, group, make_model, prompt
+from tests.partial_rollout.pool_helpers import balance, batch, collect_all, maker, undisturbed
 
 from longtail import Group, LongtailError, NativeEngine, Rollout, Sample, SamplingParams
 from longtail.partial_rollout.pool import EnginePool, PoolConfig, RayConfig
@@ -23,8 +23,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> dict[str, Sample]:
-    engine = NativeEngine(model, kv_cache_bytes=4 << 20, max_num_seqs=8, block_size=16)
-    return {s.id: s for s in generate(engine, *batch())}
+    return undisturbed(model)
 
 
 class Held(LocalMember):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx2
 import pytest
+from tests.bench.serve_helpers import serving
 from tests.partial_rollout.conftest import make_model, prompt
 from tests.partial_rollout.service_helpers import again, joined, make_stepped, params, result, undisturbed
 from tests.trainer_adapter.server.helpers import save_model
@@ -70,31 +66,16 @@ def test_aborted_requests_come_back(make_vllm: EngineMaker) -> None:
 
 @pytest.mark.parametrize("core", ["local", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_process(directories: dict[str, Path], core: str) -> None:
-    arguments = ["serve", "--engine", "vllm", "--model", str(directories["llama"]), "--port", "0"]
+    arguments = ["--engine", "vllm", "--model", str(directories["llama"]), "--port", "0"]
     arguments += ["--model-name", "tiny", "--kv-cache-mib", "16", "--drafter", "ngram", "--core", core]
-    with subprocess.Popen(
-        [sys.executable, "-c", "from longtail.bench.cli import main; main()", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"},
-    ) as process:
-        assert process.stderr is not None
-        lines: list[str] = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"serving tiny on (http://127\.0\.0\.1:\d+)", line):
-                break
-        else:
-            pytest.fail("".join(lines))
-        with httpx2.Client(base_url=found[1], timeout=60, trust_env=False) as http:
-            body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
-            answer = http.post("/v1/completions", json=body).json()
-            assert len(answer["choices"][0]["token_ids"]) == 4
-            assert http.get("/server_info").json()["engine"] == "vllm"
-        process.send_signal(signal.SIGTERM)
-        rest = process.stderr.read()
-    assert process.returncode in (0, -signal.SIGTERM), rest
-    assert "Traceback" not in rest
+    with (
+        serving(*arguments, PYTHONPATH=str(ROOT / "src")) as (url, _),
+        httpx2.Client(base_url=url, timeout=60, trust_env=False) as http,
+    ):
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+        answer = http.post("/v1/completions", json=body).json()
+        assert len(answer["choices"][0]["token_ids"]) == 4
+        assert http.get("/server_info").json()["engine"] == "vllm"
 
 
 def test_too_little_memory_is_named_in_our_words(directories: dict[str, Path]) -> None:
