@@ -28,7 +28,7 @@ from longtail.partial_rollout.engines.base import check_absent, check_distinct, 
 from longtail.partial_rollout.engines.telling import tell
 from longtail.partial_rollout.pool.crew import Entry
 from longtail.partial_rollout.pool.host import EngineFactory
-from longtail.partial_rollout.pool.member import Member, Transport
+from longtail.partial_rollout.pool.member import EngineLost, Member, Transport
 from longtail.partial_rollout.pool.moves import Moves
 from longtail.partial_rollout.pool.settings import PoolConfig, RayConfig
 from longtail.sample import FinishReason, Sample
@@ -124,6 +124,9 @@ class EnginePool(Moves):
 
     @property
     def num_free_slots(self) -> int:
+        """If all engines are lost, of the one that comes in their place: it is waited for. LongtailError if none is."""
+        if not self._crew.entries:  # else `step` waits for it
+            self._first()
         return self._crew.num_free
 
     @property
@@ -152,9 +155,19 @@ class EnginePool(Moves):
         key = (sample.prompt_ids, sample.params, sample.multi_turn) if fresh else (sample.id, len(sample.output_ids))
         if key in self._vetted:
             return
-        if problem := self._transport.check(sample, self._crew.alive):
+        if problem := self._checked(sample):
             raise ValueError(problem)
         self._vet(key)
+
+    def _checked(self, sample: Sample) -> str | None:
+        while True:
+            self._first()
+            asked = self._crew.alive
+            try:
+                return self._transport.check(sample, asked)
+            except EngineLost as error:  # each of them
+                for member in asked:
+                    self._lose(member, str(error))
 
     def _vet(self, key: Any) -> None:
         self._vetted[key] = None

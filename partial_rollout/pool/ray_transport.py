@@ -219,8 +219,8 @@ class RayTransport(Transport):
         raise ValueError("engine: this pool's engines are Ray actors; add_engine() makes one")
 
     def check(self, sample: Sample, members: Sequence[Any]) -> str | None:
-        """They are alike: the first that answers, in case the link to one is cut."""
-        record, asked = record_of(sample), list[Any]()
+        """They are alike: the first that answers, in case the link to one is cut. EngineLost if none does."""
+        record, asked, why = record_of(sample), list[Any](), f"no answer in {ASIDE_SECONDS:g} s"
         for number, member in enumerate(members, 1):
             asked.append(member.aside("check", record))
             seconds = ANSWER_SECONDS if number < len(members) else ASIDE_SECONDS
@@ -228,10 +228,11 @@ class RayTransport(Transport):
                 asked.remove(answers[0])
                 try:
                     problem: str | None = _get(answers[0])
-                except EngineLost:
+                except EngineLost as error:
+                    why = str(error)
                     continue  # the next reply that is due from it says so
                 return problem
-        raise LongtailError("no engine answers")
+        raise EngineLost(why)
 
     def broadcast(self, weights: Mapping[str, Any]) -> Any:
         from longtail.partial_rollout.pool.packed import pack_weights

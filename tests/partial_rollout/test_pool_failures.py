@@ -177,6 +177,39 @@ def test_a_sample_that_kills_engines_fails(model: Any, expected: dict[str, Sampl
     balance(pool, rollout)
 
 
+def test_all_engines_are_lost_between_two_iterations(model: Any, expected: dict[str, Sample]) -> None:
+    """While nothing runs: those that come in their places are waited for. Without any it is said."""
+
+    class Leaving(NativeEngine):
+        def pause(self, *arguments: Any, **options: Any) -> Any:
+            if self.name in ("pool-0", "pool-1"):
+                raise MemoryError("planted")
+            return super().pause(*arguments, **options)
+
+    def make(name: str) -> NativeEngine:
+        return Leaving(model, name=name, kv_cache_bytes=2 << 20, max_num_seqs=4, block_size=16)
+
+    pool = EnginePool(make, count=2, restarts=2)
+    rollout = Rollout(pool, strategy="token-budget:tokens=120")
+    rollout.submit(batch())
+    got = {s.id: s for g in rollout.collect() for s in g.samples}
+    assert set(pool.engines.values()) == {"lost: pause: MemoryError: planted"} and not pool.has_work
+    assert pool.num_free_slots > 0 and "active" in pool.engines.values()
+    got |= collect_all(rollout, [])
+    assert got.keys() == expected.keys()
+    for name, sample in expected.items():
+        assert_same(got[name], sample)
+    balance(pool, rollout)
+
+    rollout = Rollout(EnginePool(make, count=2), strategy="token-budget:tokens=120")
+    rollout.submit(batch())
+    rollout.collect()
+    with pytest.raises(LongtailError, match=r"all engines are lost .*MemoryError: planted"):
+        rollout.collect()
+    rollout.engine.add_engine(maker(model)("another"))  # type: ignore[attr-defined]
+    assert collect_all(rollout, [])
+
+
 def test_a_reported_end_waits_for_its_step(model: Any) -> None:
     """What ends in a step that a pause had to wait for is not paused: the next step reports it, once."""
     pool, (slow, _) = pool_of_held(model)

@@ -59,6 +59,20 @@ def test_kills(cluster: str, kills: int) -> None:
     assert records == alone(simulated.groups(count=kills))
 
 
+def test_all_actors_are_killed_while_nothing_runs(cluster: str, simulated_samples: dict[str, Any]) -> None:
+    """Before the pool has heard of it, what it is given is checked, and made, by those that come in their places."""
+    with EnginePool(simulated.maker(), count=2, ray=SMALL, restarts=2) as pool:
+        rollout = Rollout(pool)
+        for member in pool._crew.members:
+            os.kill(member.about.process, signal.SIGKILL)
+        got = collect_all(rollout, simulated.groups())
+        assert len(pool.failures) == 2
+        balance(pool, rollout)
+    assert {s.id: s.output_ids for s in got.values()} == {
+        f"{name}/{i}": tokens for name, samples in simulated_samples.items() for i, (tokens, _) in enumerate(samples)
+    }
+
+
 def test_a_hung_engine_is_given_up(cluster: str, simulated_samples: dict[str, Any], tmp_path: Path) -> None:
     """One of two engines stops in its third step. When the deadline has passed, its samples go on in the other."""
     flag = str(tmp_path / "flag")
@@ -107,7 +121,7 @@ def test_the_driver_is_killed(cluster: str, simulated_samples: dict[str, Any], t
                 time.sleep(0.01)  # until it has got something
             time.sleep(rng.uniform(0.0, 0.3))
             driver.send_signal(signal.SIGKILL)
-        _, errors = driver.communicate(timeout=120)
+        _, errors = driver.communicate(timeout=400)
         if driver.returncode == 0:
             break
         assert driver.returncode == -signal.SIGKILL, errors

@@ -3,9 +3,12 @@ however far it has run ahead; and nothing is lost when it is killed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -358,3 +361,56 @@ def test_a_killed_core_loses_nothing(started: VllmEngine, make_vllm: EngineMaker
     for a, b in zip(samples, expected, strict=True):
         assert_same(a, b)
     assert first.segments[-1].kv == "restored"
+
+
+def test_a_message_that_cannot_be_sent_is_not_waited_for(directories: dict[str, Path]) -> None:
+    from longtail.partial_rollout.engines.vllm import VllmEngine
+    from longtail.partial_rollout.engines.vllm.core import CoreDied
+
+    engine = VllmEngine(directories["llama"], core="process", **SETTINGS)
+
+    async def broken(request: Any) -> None:
+        raise OSError("no buffer space")
+
+    engine.core.llm.engine_core.add_request_async = broken
+    samples = some("a")
+    engine.add(samples)
+    with pytest.raises(CoreDied, match="no buffer space"):
+        engine.step()
+    assert engine.pause() == samples
+    engine.close()
+    engine.close()
+    with pytest.raises(CoreDied):
+        engine.add(samples)
+
+
+OWNER = """
+import sys
+from longtail.partial_rollout.engines.vllm import VllmEngine
+
+engine = VllmEngine(sys.argv[1], core="process", kv_cache_bytes=4 << 20, block_size=32)
+(core,) = engine.core.llm.engine_core.resources.engine_manager.processes
+print(core.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_core_does_not_outlive_its_engine(directories: dict[str, Path]) -> None:
+    """The process that made it is killed, so that nobody tells it to end."""
+    command = [sys.executable, "-c", OWNER, str(directories["llama"])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as owner:
+        assert owner.stdout is not None
+        core = Path(f"/proc/{int(owner.stdout.readline())}/stat")
+        assert "EngineCor" in core.read_text()
+        owner.kill()
+    end = time.monotonic() + 60
+    while runs(core) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not runs(core)
+
+
+def runs(stat: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    return False

@@ -19,7 +19,7 @@ from longtail.partial_rollout.service import RolloutService
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("core", ["local", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("core", ["local", "process"])
 def test_everything_at_once(tmp_path: Path, core: str) -> None:
     """100 streams under three updates: each token is what the weights of its version make of those before it (the
     native engine says which), aborted ones go on from their kept KV, and all blocks come back."""
@@ -64,7 +64,7 @@ def test_aborted_requests_come_back(make_vllm: EngineMaker) -> None:
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("core", ["local", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("core", ["local", "process"])
 def test_a_process(directories: dict[str, Path], core: str) -> None:
     arguments = ["--engine", "vllm", "--model", str(directories["llama"]), "--port", "0"]
     arguments += ["--model-name", "tiny", "--kv-cache-mib", "16", "--drafter", "ngram", "--core", core]

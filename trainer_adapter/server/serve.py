@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +80,8 @@ def serve(
     about: Mapping[str, Any] | None = None,
     started: Callable[[str], object] = lambda url: None,
 ) -> None:
-    """Until SIGINT or SIGTERM. service: stays the caller's. started: told the address when requests are taken.
+    """Until SIGINT, which is a KeyboardInterrupt as ever, or SIGTERM, after which it returns (of the main thread; in
+    others no signal is seen). service: stays the caller's. started: told the address when requests are taken.
     ValueError if starlette or uvicorn is not installed; OSError if the address cannot be bound to."""
     config = ServerConfig() if config is None else config
     server = _server(service, config, tokenizer, about)
@@ -97,7 +99,26 @@ def serve(
             server.is_up.set()
             telling.cancel()
 
-    asyncio.run(run())
+    with _terminated(server):
+        asyncio.run(run())
+
+
+@contextlib.contextmanager
+def _terminated(server: Any) -> Iterator[None]:
+    """SIGTERM ends the server, not the process: uvicorn, once it has ended, hands a signal to whoever had it before,
+    and by default the caller would die there with everything open."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -272,7 +272,7 @@ class Core:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Gives back what vLLM holds of the process, so that another engine can start in it."""
+        """Gives back what vLLM holds of the process, so that another engine can start in it. May be called again."""
         raise NotImplementedError
 
 
@@ -383,6 +383,8 @@ class LocalCore(Core):
         """The last one of the process gives back what vLLM holds of it for all together, its process groups."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        if not hasattr(self, "llm"):  # it is closed
+            return
         self.scheduler.schedule = self._schedule
         _running.discard(self)
         if _running:  # vLLM's own shutdown, which also waits for the garbage collector, would take along their groups

@@ -9,17 +9,36 @@ method to the core, `longtail`, which the engine calls between two passes:
     save      the KV of a request, packed; what is to be restored comes with the request (`remote_saver.py`)
 
 Importing this is what the plugin does (vLLM's faults, our weight transfer), also where longtail is not installed as a
-plugin of vLLM.
+plugin of vLLM. And it sees to it that the process ends when the engine's does: vLLM tells its core of an end in order
+alone, and one whose engine was killed would keep its memory, its KV and its ports for ever.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
+import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from longtail.partial_rollout.engines.vllm_plugin import load
+
+LAST_SECONDS = 10.0
+"""For vLLM to end in order when the engine's process is gone."""
+
+
+def _end_with(engine: Any) -> None:
+    engine.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LAST_SECONDS)
+    os._exit(1)
+
+
+if (_engine := multiprocessing.parent_process()) is not None:
+    threading.Thread(target=_end_with, args=(_engine,), name="engine-watch", daemon=True).start()
 
 load()
 

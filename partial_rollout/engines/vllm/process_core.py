@@ -47,6 +47,7 @@ class ProcessCore(Core):
     def _start(self, executor: type[Executor]) -> None:
         self._queue: queue.SimpleQueue[EngineCoreOutputs | BaseException] = queue.SimpleQueue()
         self._died: BaseException | None = None
+        self._sending: set[asyncio.Task[None]] = set()
         self._marks = itertools.count()
         self._free = 0
         self._loop = asyncio.new_event_loop()
@@ -83,6 +84,9 @@ class ProcessCore(Core):
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """In the loop's thread."""
+        if self._loop.is_closed():
+            work.close()
+            self.check_alive()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         while True:
             try:
@@ -115,15 +119,26 @@ class ProcessCore(Core):
         """In the order of the calls; does not wait."""
 
         async def sent() -> None:
-            with contextlib.suppress(_dead_error()):  # the next call, or the next output, says so
+            try:
                 await send()
+            except Exception as error:  # the next call, or the next output, says so
+                self._queue.put(error)
 
-        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(sent()))
+        def start() -> None:
+            task = self._loop.create_task(sent())
+            self._sending.add(task)  # the loop itself would let the garbage collector have it
+            task.add_done_callback(self._sending.discard)
+
+        self._loop.call_soon_threadsafe(start)
 
     def _raise_if_dead(self, error: BaseException) -> None:
         if isinstance(error, _dead_error()):
-            self._died = error
-            raise CoreDied(f"the process of vLLM's core is gone ({error})") from error
+            raise self._gone(error) from error
+
+    def _gone(self, error: BaseException) -> CoreDied:
+        self._died = error
+        is_dead = isinstance(error, _dead_error())
+        return CoreDied(f"{'the process of ' if is_dead else ''}vLLM's core is gone ({error})")
 
     def _look(self) -> None:
         """CoreDied if vLLM has found out that the process is gone."""
@@ -136,7 +151,7 @@ class ProcessCore(Core):
 
     def check_alive(self) -> None:
         if self._died is not None:
-            raise CoreDied("the process of vLLM's core is gone") from self._died
+            raise self._gone(self._died) from self._died
         self._look()
 
     def make_proposer(self, version: int) -> RemoteProposer | None:
@@ -211,8 +226,7 @@ class ProcessCore(Core):
                 self.check_alive()
         if isinstance(outputs, BaseException):
             self._queue.put(outputs)  # whoever asks again hears it again
-            self._raise_if_dead(outputs)
-            raise outputs
+            raise self._gone(outputs) from outputs
         return self._read(outputs, done, mark)
 
     def _read(self, outputs: EngineCoreOutputs, done: list[Pass], mark: int | None) -> bool:
@@ -246,10 +260,18 @@ class ProcessCore(Core):
         return self._free
 
     def close(self) -> None:
+        if self._loop.is_closed():
+            return
         if hasattr(self, "llm"):
             self.llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        if left := asyncio.all_tasks(self._loop):
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.close()
+        self._died = self._died or RuntimeError("it is closed")
 
 
 def _dead_error() -> type[BaseException]:
