@@ -172,7 +172,8 @@ class Database(SqliteFile):
     def count(self, tokens: Mapping[Any, int]) -> None:
         """Adds to the ledger, by name."""
         changes = [(n, name) for name, n in tokens.items() if n]
-        self.connection.executemany("UPDATE ledger SET tokens = tokens + ? WHERE name = ?", changes)
+        add = "INSERT INTO ledger (tokens, name) VALUES (?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens"
+        self.connection.executemany(add, changes)
 
     def leave(self, groups: Sequence[Group], lines: Mapping[str, Line], iteration: int | None) -> int:
         """Hands groups over in this iteration (None: throws them away). lines: of each sample, by id. -> number of
@@ -286,8 +287,9 @@ class Database(SqliteFile):
         return groups, tokens
 
     def ledger(self) -> Ledger:
+        """Older stores have no rows of what was not counted beside then."""
         tokens = dict(self.query("SELECT name, tokens FROM ledger"))
-        return Ledger(tokens["generated"], {line: tokens[line] for line in LINES}, {b: tokens[b] for b in BESIDE})
+        return Ledger(tokens["generated"], {line: tokens[line] for line in LINES}, {b: tokens.get(b, 0) for b in BESIDE})
 
     def counted(self) -> dict[str, int]:
         """Tokens that the policy wrote by line, counted from the samples."""

@@ -50,6 +50,8 @@ class EngineStats:
     """Drafts that were verified."""
     num_accepted_tokens: int = 0
     """Of these, those that were accepted and committed."""
+    num_overrun_tokens: int = 0
+    """Made, by an engine that runs ahead, for samples that had ended or left by then, and dropped."""
     num_news: int = 0
     """Of a pool: messages with which its engines were told what siblings of their samples wrote elsewhere, for drafts;
     all with steps."""

@@ -220,6 +220,7 @@ class Generation(Slots):
             recomputed=self._counted.num_recomputed_tokens - before.num_recomputed_tokens,
             restored=self._counted.num_restored_tokens - before.num_restored_tokens,
             rejected_drafts=self._counted.num_rejected_tokens - before.num_rejected_tokens,
+            overrun=self._counted.num_overrun_tokens - before.num_overrun_tokens,
         )
         self.store.commit()
 

@@ -114,4 +114,5 @@ class EngineBase(Generic[S]):
             num_preemptions=c["preemptions"],
             num_draft_tokens=c["drafted"],
             num_accepted_tokens=c["accepted"],
+            num_overrun_tokens=c["overrun"],
         )

@@ -6,7 +6,7 @@ from collections import deque
 
 from longtail.events import Event, Listener
 
-COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions", "drafted", "accepted")
+COUNTS = ("steps", "output", "recomputed", "restored", "cached", "preemptions", "drafted", "accepted", "overrun")
 """What a journal counts, as `EngineStats` has it."""
 
 

@@ -26,6 +26,7 @@ LASTING = (
     "num_preemptions",
     "num_draft_tokens",
     "num_accepted_tokens",
+    "num_overrun_tokens",
 )
 """Counts of an engine that stay when it is gone."""
 

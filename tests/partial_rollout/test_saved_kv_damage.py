@@ -140,7 +140,7 @@ def test_other_weights(make_engine: EngineMaker, tmp_path: Path) -> None:
         refused = {e.sample: e.detail for e in events if e.kind == "restore"}
         assert refused.keys() == {"a/0", "a/1", "b/0"}
         assert all("is of other weights" in detail for detail in refused.values())
-        assert rollout.store.ledger.beside == {"recomputed": 98, "restored": 0, "rejected-drafts": 0}
+        assert rollout.store.ledger.beside == {"recomputed": 98, "restored": 0, "rejected-drafts": 0, "overrun": 0}
 
 
 def test_an_update_between_two_lives(make_engine: EngineMaker, tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ def test_counts_beside_survive_until_they_are_written(where: Where) -> None:
         assert store.ledger.beside["recomputed"] == 0
         store.commit()
         store.commit()
-        assert store.ledger.beside == {"recomputed": 13, "restored": 4, "rejected-drafts": 1}
+        assert store.ledger.beside == {"recomputed": 13, "restored": 4, "rejected-drafts": 1, "overrun": 0}
         with pytest.raises(ValueError, match="the ledger counts no recompute; it counts recomputed"):
             store.count(recompute=1)
         assert store.ledger.as_dict()["rejected-drafts"] == 1

@@ -19,7 +19,7 @@ import torch
 from tests.partial_rollout.conftest import group, make_model, prompt
 from tests.vllm.conftest import HEADS, EngineMaker, assert_same, generate
 
-from longtail import Sample
+from longtail import Rollout, Sample
 from longtail.events import Event, ignore
 from longtail.spec_decode.choice import make_drafter
 from longtail.spec_decode.controller import FixedLength
@@ -298,6 +298,39 @@ def test_a_step_that_is_interrupted(
     assert {s.id for s in finished} == {s.id for s in [*short, *samples]}
     for a, b in zip(samples, expected, strict=True):
         assert_same(a, b)
+
+
+def test_the_ledger_counts_what_it_ran_past(engine: VllmEngine) -> None:
+    """What came from the core is in a sample, or counted as overrun, where there are no drafts."""
+    engine.use_drafter(None)
+    came, take = 0, engine.core.step
+
+    def counted(**options: Any) -> Any:
+        nonlocal came
+        passes = take(**options)
+        came += sum(len(e.token_ids) for done in passes for e in done.emitted)
+        return passes
+
+    before = engine.stats()
+    engine.core.step = counted  # type: ignore[method-assign]
+    try:
+        rollout = Rollout(engine)
+        rollout.submit([group("a", prompt(21), n=4, max_tokens=5)])
+        add = engine.add
+
+        def adding(*arguments: Any, **options: Any) -> None:
+            add(*arguments, **options)
+            while engine.core._queue.qsize() < 30:  # type: ignore[attr-defined]
+                time.sleep(0.01)
+
+        engine.add = adding  # type: ignore[method-assign]
+        (done,) = rollout.collect()
+    finally:
+        del engine.core.step, engine.add
+        engine.use_drafter("group")
+    overrun = engine.stats().num_overrun_tokens - before.num_overrun_tokens
+    assert [len(s.output_ids) for s in done.samples] == [5] * 4 and overrun > 0
+    assert came == 20 + overrun == 20 + rollout.store.ledger.beside["overrun"]
 
 
 def test_random_lives(engine: VllmEngine, make_vllm: EngineMaker) -> None:

@@ -170,12 +170,15 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
         out.num_output_tokens += result.num_output_tokens
 
     def _settle_step(self, done: Pass, start: float, out: StepOutput) -> PassResult:
-        """Books what vLLM did in a pass. What it did for requests that were withdrawn meanwhile counts for nobody."""
+        """Books what vLLM did in a pass. What it did for requests that were withdrawn meanwhile is in no sample: a token
+        of each is counted, beside drafts that count as rejected."""
         stays = {stay.request_id: stay for stay in self._sequences.values()}
         for request_id in done.preempted:
             if request_id in stays:
                 self._preempted(stays[request_id])
         emitted = [(stays[e.request_id], e) for e in done.emitted if e.request_id in stays]
+        gone = sum(bool(e.token_ids) for e in done.emitted if e.request_id not in stays)
+        self._journal.counts["overrun"] += gone
         decoding = sum(bool(stay.sample.output_ids) for stay, _ in emitted)
         for request_id, before in done.starts.items():
             if request_id not in stays:
