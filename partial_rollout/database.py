@@ -172,8 +172,8 @@ class Database(SqliteFile):
     def count(self, tokens: Mapping[Any, int]) -> None:
         """Adds to the ledger, by name."""
         changes = [(n, name) for name, n in tokens.items() if n]
-        add = "INSERT INTO ledger (tokens, name) VALUES (?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens"
-        self.connection.executemany(add, changes)
+        add = "ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens"
+        self.connection.executemany(f"INSERT INTO ledger (tokens, name) VALUES (?, ?) {add}", changes)
 
     def leave(self, groups: Sequence[Group], lines: Mapping[str, Line], iteration: int | None) -> int:
         """Hands groups over in this iteration (None: throws them away). lines: of each sample, by id. -> number of
@@ -289,7 +289,8 @@ class Database(SqliteFile):
     def ledger(self) -> Ledger:
         """Older stores have no rows of what was not counted beside then."""
         tokens = dict(self.query("SELECT name, tokens FROM ledger"))
-        return Ledger(tokens["generated"], {line: tokens[line] for line in LINES}, {b: tokens.get(b, 0) for b in BESIDE})
+        lines = {line: tokens[line] for line in LINES}
+        return Ledger(tokens["generated"], lines, {name: tokens.get(name, 0) for name in BESIDE})
 
     def counted(self) -> dict[str, int]:
         """Tokens that the policy wrote by line, counted from the samples."""

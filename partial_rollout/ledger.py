@@ -5,9 +5,9 @@
 A token is *pending* from the moment the policy wrote it until its group is handed over or thrown away, or until it is
 cut off its sample (`SampleStore.cut`); then it is *settled*: trained, or wasted for a named reason. A trainer that
 drops a group that was handed over settles it again (`SampleStore.settle`), which moves its tokens from one line to
-another. Observations are not generated, and stand nowhere. Work that made no token of a sample is counted beside: tokens
-whose KV was computed again or restored, drafts that were rejected, and what an engine that runs ahead made for samples
-that had ended or left (overrun).
+another. Observations are not generated, and stand nowhere. Work that made no token of a sample is counted beside:
+tokens whose KV was computed again or restored, drafts that were rejected, and what an engine that runs ahead made for
+samples that had ended or left (overrun).
 """
 
 from __future__ import annotations

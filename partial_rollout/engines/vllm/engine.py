@@ -170,8 +170,8 @@ class VllmEngine(Drafting, ModelEngine[Stay]):
         out.num_output_tokens += result.num_output_tokens
 
     def _settle_step(self, done: Pass, start: float, out: StepOutput) -> PassResult:
-        """Books what vLLM did in a pass. What it did for requests that were withdrawn meanwhile is in no sample: a token
-        of each is counted, beside drafts that count as rejected."""
+        """Books what vLLM did in a pass. What it made for requests that were withdrawn meanwhile is in no sample: one
+        token of each is overrun, their drafts are rejected."""
         stays = {stay.request_id: stay for stay in self._sequences.values()}
         for request_id in done.preempted:
             if request_id in stays:

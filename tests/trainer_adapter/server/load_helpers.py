@@ -154,7 +154,8 @@ def load(engine: Any, alone: Sequence[NativeEngine], directories: list[str], str
     def at_leisure(**options: Any) -> Any:
         """The streams do not end before the trainer, which has the same two cores, has made its updates."""
         if engine.version < 3 and engine.stats().num_output_tokens > (engine.version + 1.5) * streams * LENGTH / 5:
-            time.sleep(0.1)
+            with engine._lock, engine._between_passes():  # a core of its own would run on
+                time.sleep(0.1)
         return step(**options)
 
     engine.step = at_leisure
