@@ -42,7 +42,7 @@ test-ray: $(VENV)/.stamp-dev  ## run the tests of engines as Ray actors, which w
 test-verl: $(VERL_VENV)/.stamp  ## run the tests of the plugin for verl, in an environment of its own
 	$(VERL_VENV)/bin/pytest tests/verl
 
-# Those that start processes have one of their own: where vLLM has run for long, new ones do not start.
+# Those that start processes come last, in one of their own, so that what fails there fails by itself.
 vllm_starts := $(addprefix tests/vllm/test_,pool.py process_core.py serve.py train.py trl.py weight_transfer.py)
 
 test-vllm: $(VLLM_VENV)/.stamp  ## run the tests of the vLLM engine on vLLM's CPU build, in an environment of its own
