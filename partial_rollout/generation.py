@@ -160,12 +160,16 @@ class Generation(Slots):
             return True  # it may be enough, before anything is admitted or waited for
         is_settled = self.admit()
         if not state.running:
+            lacks_slot = state.queue.num_eligible > 0 and not self.engine.num_free_slots
+            if lacks_slot and self._engine_comes():
+                return True
             if len(self.workers):
                 if not patient and self.workers.next_time() is None:
                     return False
                 self._wait()
                 return True
-            if state.queue.num_eligible and not self.engine.num_free_slots:
+            if lacks_slot:
+                self.engine.add(())  # raises if it has no engines left
                 raise LongtailError(
                     f"engine {self.engine.name} has no free slot: somebody else's samples hold all of them; "
                     "finish, pause or abort those first"
@@ -185,6 +189,11 @@ class Generation(Slots):
         if out.at_limit:
             self.renew(self.in_engine(out.at_limit))
         return True
+
+    def _engine_comes(self) -> bool:
+        """Of a pool whose engines were lost: waits for one that takes their place."""
+        wait = getattr(self.engine, "wait_for_engine", None)
+        return wait is not None and bool(wait())
 
     def _patience(self) -> int:
         """So many samples may finish before there may be something to do, where nobody waits for a slot."""

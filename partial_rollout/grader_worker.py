@@ -33,7 +33,8 @@ serve(*map(int, sys.argv[2:]))
 """`python -P -c BOOT sys_path connection traceback_pipe`"""
 
 DEADLINE_GRACE = 5.0
-"""A worker whose parent was killed, and that therefore nobody ends, ends itself this long after the timeout (s)."""
+"""A worker whose parent was killed, and that therefore nobody ends, ends itself this long after the timeout of what it
+does (s): of a grading, or of loading its grader."""
 
 is_worker = False
 """This process is a grader's."""
@@ -53,13 +54,15 @@ def serve(connection_fd: int, traceback_fd: int) -> None:
     try:
         hello = pickle.loads(connection.recv_bytes())
         timeout, _main = hello["timeout"], hello["main"]
-        try:
-            grader = load(hello["grader"])
-        except BaseException as error:
-            connection.send_bytes(json.dumps({"failure": describe(error)}).encode())
-            return
-        connection.send_bytes(json.dumps({"failure": None}).encode())
         with open(os.devnull, "w") as null:
+            faulthandler.dump_traceback_later(hello["start"] + DEADLINE_GRACE, exit=True, file=null)
+            try:
+                grader = load(hello["grader"])
+            except BaseException as error:
+                connection.send_bytes(json.dumps({"failure": describe(error)}).encode())
+                return
+            faulthandler.cancel_dump_traceback_later()
+            connection.send_bytes(json.dumps({"failure": None}).encode())
             while True:
                 payload = connection.recv_bytes()
                 faulthandler.dump_traceback_later(timeout + DEADLINE_GRACE, exit=True, file=null)

@@ -127,7 +127,12 @@ class GraderPool:
         self.timeout = float(timeout)
         self.grader = grader_name(grader) if version is None else version
         self._hello = pickle.dumps(
-            {"timeout": self.timeout, "main": grader_worker.main_module(), "grader": _pickle_grader(grader)}
+            {
+                "timeout": self.timeout,
+                "start": self.START_SECONDS,
+                "main": grader_worker.main_module(),
+                "grader": _pickle_grader(grader),
+            }
         )
         self._grades: Arrivals[_Job, Grade] = Arrivals()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

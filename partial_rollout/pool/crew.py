@@ -60,8 +60,10 @@ class Crew:
 
     @property
     def num_free(self) -> int:
-        """Slots, those that the tail has left included; what waits for a slot has a claim to one."""
-        slots = sum(m.about.slots for m in self.alive if m.released != "request")
+        """Slots, those that the tail has left included, and where no other engine is left those of released ones, which
+        `route` takes back. What waits for a slot has a claim to one."""
+        alive = self.alive
+        slots = sum(m.about.slots for m in [m for m in alive if m.released != "request"] or alive)
         return max(slots - len(self.entries), 0)
 
     @property

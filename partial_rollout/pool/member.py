@@ -143,7 +143,10 @@ class LocalMember(Member):
         return bool(self.outstanding)
 
     def check(self, sample: Sample) -> str | None:
-        return self.host.check(sample)
+        try:
+            return self.host.check(sample)
+        except LongtailError as error:  # of an engine whose core has died, say
+            raise EngineLost(f"check: {type(error).__name__}: {error}") from error
 
     def export(self, key: int, to: Member) -> Any:
         if self.lost is not None:
@@ -189,9 +192,17 @@ class Transport:
     def adopt(self, engine: Any, now: Any) -> Member:
         return LocalMember(Host(engine), now(), over_wire=self.over_wire)
 
-    def check(self, sample: Sample, members: Sequence[Any]) -> str | None:
-        """-> what is wrong with it, for any of these engines: it may come to each."""
-        return next((problem for member in members if (problem := member.check(sample))), None)
+    def check(self, sample: Sample, members: Sequence[Any]) -> tuple[str | None, dict[Any, str]]:
+        """-> what is wrong with it, for any of these engines: it may come to each; and those of them that turned out to
+        be lost, and why."""
+        lost = dict[Any, str]()
+        for member in members:
+            try:
+                if problem := member.check(sample):
+                    return problem, lost
+            except EngineLost as error:
+                lost[member] = str(error)
+        return None, lost
 
     def broadcast(self, weights: Mapping[str, Any]) -> Any:
         """What `update` takes, once for all engines."""

@@ -28,7 +28,7 @@ from longtail.partial_rollout.engines.base import check_absent, check_distinct, 
 from longtail.partial_rollout.engines.telling import tell
 from longtail.partial_rollout.pool.crew import Entry
 from longtail.partial_rollout.pool.host import EngineFactory
-from longtail.partial_rollout.pool.member import EngineLost, Member, Transport
+from longtail.partial_rollout.pool.member import Member, Transport
 from longtail.partial_rollout.pool.moves import Moves
 from longtail.partial_rollout.pool.settings import PoolConfig, RayConfig
 from longtail.sample import FinishReason, Sample
@@ -124,9 +124,8 @@ class EnginePool(Moves):
 
     @property
     def num_free_slots(self) -> int:
-        """If all engines are lost, of the one that comes in their place: it is waited for. LongtailError if none is."""
-        if not self._crew.entries:  # else `step` waits for it
-            self._first()
+        if not self._crew.active:  # no step may come that would take them in
+            self._welcome()
         return self._crew.num_free
 
     @property
@@ -162,12 +161,11 @@ class EnginePool(Moves):
     def _checked(self, sample: Sample) -> str | None:
         while True:
             self._first()
-            asked = self._crew.alive
-            try:
-                return self._transport.check(sample, asked)
-            except EngineLost as error:  # each of them
-                for member in asked:
-                    self._lose(member, str(error))
+            problem, lost = self._transport.check(sample, asked := self._crew.alive)
+            for member, why in lost.items():
+                self._lose(member, why)
+            if len(lost) < len(asked):
+                return problem
 
     def _vet(self, key: Any) -> None:
         self._vetted[key] = None
@@ -190,6 +188,15 @@ class EnginePool(Moves):
         entry.limit_at = limit_after(len(entry.sample.output_ids), limit)
         if entry.member is not None:
             entry.member.send("set_limit", sample_id, limit)
+
+    def wait_for_engine(self) -> bool:
+        """Where all engines are lost while nothing runs: until one is there that was made in their place. -> False if
+        none had to be waited for, or none has come."""
+        if self._crew.alive or not self._transport.is_making:
+            return False
+        while not self._crew.alive and self._transport.is_making:
+            self._welcome(wait=True)
+        return bool(self._crew.alive)
 
     def step(
         self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False, finishes: int = 1

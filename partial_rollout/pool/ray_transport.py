@@ -218,21 +218,24 @@ class RayTransport(Transport):
     def adopt(self, engine: Any, now: Callable[[], float]) -> Member:
         raise ValueError("engine: this pool's engines are Ray actors; add_engine() makes one")
 
-    def check(self, sample: Sample, members: Sequence[Any]) -> str | None:
-        """They are alike: the first that answers, in case the link to one is cut. EngineLost if none does."""
-        record, asked, why = record_of(sample), list[Any](), f"no answer in {ASIDE_SECONDS:g} s"
+    def check(self, sample: Sample, members: Sequence[Any]) -> tuple[str | None, dict[Any, str]]:
+        """They are alike: the first that answers, in case the link to one is cut. LongtailError if none does, and not
+        all are lost."""
+        record, asked, lost = record_of(sample), dict[Any, Any](), dict[Any, str]()
         for number, member in enumerate(members, 1):
-            asked.append(member.aside("check", record))
+            asked[member.aside("check", record)] = member
             seconds = ANSWER_SECONDS if number < len(members) else ASIDE_SECONDS
-            while asked and (answers := self._ray.wait(asked, timeout=seconds)[0]):
-                asked.remove(answers[0])
+            while asked and (answers := self._ray.wait(list(asked), timeout=seconds)[0]):
+                answering = asked.pop(answers[0])
                 try:
                     problem: str | None = _get(answers[0])
                 except EngineLost as error:
-                    why = str(error)
-                    continue  # the next reply that is due from it says so
-                return problem
-        raise EngineLost(why)
+                    lost[answering] = str(error)
+                    continue
+                return problem, lost
+        if asked:
+            raise LongtailError("no engine answers")
+        return None, lost
 
     def broadcast(self, weights: Mapping[str, Any]) -> Any:
         from longtail.partial_rollout.pool.packed import pack_weights

@@ -473,20 +473,22 @@ pool.close()
 
 
 def test_workers_end_after_their_parent_was_killed(tmp_path: Path) -> None:
-    """At their deadline, by themselves, also with the interpreter's lock held; idle ones at once."""
+    """At their deadline, by themselves, also with the interpreter's lock held, or loading; idle ones at once."""
     code = f"""{PROGRAM}
 import dataclasses, toy_graders
-with open({str(tmp_path / "pids")!r}, "w") as file:
+pids = {str(tmp_path / "pids")!r}
+with open(pids, "w") as file:
     for verb in ("hang", "hang_in_c", "call"):
         pool = GraderPool(toy_graders.obey, workers=1, timeout=0.6)
         pool.submit(request(("pid", None)))
         print(int(pool.wait()[0].reward), file=file)
         pool.submit(request((verb, None)))
 time.sleep(0.3)
-os.kill(os.getpid(), 9)
+GraderPool.START_SECONDS = 1.0
+GraderPool(toy_graders.Fatal(pids), workers=1)
 """
     done = run(code, tmp_path)
     assert done.returncode == -9, done.stderr
-    hang, hang_in_c, idle = map(int, (tmp_path / "pids").read_text().split())
+    hang, hang_in_c, idle, loading = map(int, (tmp_path / "pids").read_text().split())
     assert until(lambda: not is_alive(idle), 5.0)
-    assert until(lambda: not is_alive(hang) and not is_alive(hang_in_c), 20.0)
+    assert until(lambda: not any(map(is_alive, (hang, hang_in_c, loading))), 20.0)

@@ -10,6 +10,9 @@ from tests.partial_rollout.conftest import assert_same, group, make_model, promp
 from tests.partial_rollout.pool_helpers import balance, batch, collect_all, maker, undisturbed
 
 from longtail import Group, LongtailError, NativeEngine, Rollout, Sample, SamplingParams
+from longtail.partial_rollout.background import VirtualBackground
+from longtail.partial_rollout.engines.simulated.clock import VirtualClock
+from longtail.partial_rollout.grading import Grade, GradeRequest
 from longtail.partial_rollout.pool import EnginePool, PoolConfig, RayConfig
 from longtail.partial_rollout.pool.host import Host
 from longtail.partial_rollout.pool.member import LocalMember, Member
@@ -208,6 +211,81 @@ def test_all_engines_are_lost_between_two_iterations(model: Any, expected: dict[
         rollout.collect()
     rollout.engine.add_engine(maker(model)("another"))  # type: ignore[attr-defined]
     assert collect_all(rollout, [])
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_released_engine_is_taken_back_when_the_last_is_lost(
+    model: Any, expected: dict[str, Sample], restarts: int
+) -> None:
+    """While nothing runs."""
+
+    class Leaving(NativeEngine):
+        def pause(self, *arguments: Any, **options: Any) -> Any:
+            if self.name == "pool-1":
+                raise MemoryError("planted")
+            return super().pause(*arguments, **options)
+
+    def make(name: str) -> NativeEngine:
+        return Leaving(model, name=name, kv_cache_bytes=2 << 20, max_num_seqs=4, block_size=16)
+
+    pool = EnginePool(make, count=2, restarts=restarts)
+    rollout = Rollout(pool, strategy="token-budget:tokens=120")
+    rollout.submit(batch())
+    pool.release("pool-0")
+    got = {s.id: s for g in rollout.collect() for s in g.samples}
+    assert pool.engines == {"pool-0": "released", "pool-1": "lost: pause: MemoryError: planted"}
+    got |= collect_all(rollout, [])
+    for name, sample in expected.items():
+        assert_same(got[name], sample)
+    assert pool.engines["pool-0"] == ("active" if restarts == 0 else "released")
+
+
+def test_an_engine_that_dies_idle_is_found_when_samples_are_checked(model: Any) -> None:
+    """As one of vLLM does whose core has a process of its own. Another one takes its place."""
+
+    class Dying(NativeEngine):
+        is_dead = False
+
+        def check(self, sample: Sample) -> None:
+            if self.is_dead:
+                raise LongtailError("planted")
+            super().check(sample)
+
+    def make(name: str) -> NativeEngine:
+        return Dying(model, name=name, kv_cache_bytes=2 << 20, max_num_seqs=4, block_size=16)
+
+    pool = EnginePool(make, count=2, restarts=1)
+    for member in pool._crew.members:
+        assert isinstance(member, LocalMember)
+        member.host.engine.is_dead = True  # type: ignore[attr-defined]
+    rollout = Rollout(pool)
+    assert collect_all(rollout, batch(2, 2))
+    assert set(pool.failures) == {f"pool-{i}: check: LongtailError: planted" for i in range(2)}
+    assert pool.engines["pool-2"] == "active"
+
+
+def test_grades_come_though_all_engines_are_lost(model: Any) -> None:
+    """What is done with its engine needs none."""
+
+    class Leaving(NativeEngine):
+        def reset_prefix_cache(self) -> None:
+            raise MemoryError("planted")
+
+    def make(name: str) -> NativeEngine:
+        return Leaving(model, name=name, kv_cache_bytes=2 << 20, max_num_seqs=4, block_size=16)
+
+    def grade(request: GradeRequest, seconds: float) -> Grade:
+        if not pool.failures:
+            pool.reset_prefix_cache()  # the engine dies while the other one waits for its grade
+        return Grade(sample_id=request.sample_id, reward=1.0, failure=None, seconds=seconds, grader="toy")
+
+    clock = VirtualClock()
+    pool = EnginePool(make, count=1, clock=clock.now)
+    grader = VirtualBackground(clock, grade, lambda request: 10.0, workers=1)
+    rollout = Rollout(pool, grader=grader, decode=lambda ids: "")
+    rollout.submit(batch(1, 2))
+    (done,) = rollout.collect()
+    assert [s.reward for s in done.samples] == [1.0, 1.0] and len(pool.failures) == 1
 
 
 def test_a_reported_end_waits_for_its_step(model: Any) -> None:

@@ -80,8 +80,9 @@ def serve(
     about: Mapping[str, Any] | None = None,
     started: Callable[[str], object] = lambda url: None,
 ) -> None:
-    """Until SIGINT, which is a KeyboardInterrupt as ever, or SIGTERM, after which it returns (of the main thread; in
-    others no signal is seen). service: stays the caller's. started: told the address when requests are taken.
+    """Until SIGINT, which is a KeyboardInterrupt as ever, or SIGTERM, after which it returns, or calls the handler that
+    the caller has for it (in the main thread; in others no signal is seen). service: stays the caller's. started: told
+    the address when requests are taken; what it raises ends the server.
     ValueError if starlette or uvicorn is not installed; OSError if the address cannot be bound to."""
     config = ServerConfig() if config is None else config
     server = _server(service, config, tokenizer, about)
@@ -89,8 +90,12 @@ def serve(
     async def run() -> None:
         async def tell() -> None:
             await asyncio.to_thread(server.is_up.wait)
-            if server.started:
-                started(url_of(*server.address))
+            try:
+                if server.started:
+                    started(url_of(*server.address))
+            except BaseException:
+                server.should_exit = True
+                raise
 
         telling = asyncio.ensure_future(tell())
         try:
@@ -98,6 +103,8 @@ def serve(
         finally:
             server.is_up.set()
             telling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await telling
 
     with _terminated(server):
         asyncio.run(run())
@@ -107,18 +114,19 @@ def serve(
 def _terminated(server: Any) -> Iterator[None]:
     """SIGTERM ends the server, not the process: uvicorn, once it has ended, hands a signal to whoever had it before,
     and by default the caller would die there with everything open."""
-    if threading.current_thread() is not threading.main_thread():
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
     def end(*_: object) -> None:
         server.should_exit = True
 
-    before = signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,10 @@ method to the core, `longtail`, which the engine calls between two passes:
     save      the KV of a request, packed; what is to be restored comes with the request (`remote_saver.py`)
 
 Importing this is what the plugin does (vLLM's faults, our weight transfer), also where longtail is not installed as a
-plugin of vLLM. And it sees to it that the process ends when the engine's does: vLLM tells its core of an end in order
-alone, and one whose engine was killed would keep its memory, its KV and its ports for ever.
+plugin of vLLM.
+
+The scheduler sees to it that the process ends when the engine's does: vLLM tells its core of an end in order alone, and
+one whose engine was killed would keep its memory, its KV and its ports for ever.
 """
 
 from __future__ import annotations
@@ -25,20 +27,6 @@ from collections.abc import Callable
 from typing import Any
 
 from longtail.partial_rollout.engines.vllm_plugin import load
-
-LAST_SECONDS = 10.0
-"""For vLLM to end in order when the engine's process is gone."""
-
-
-def _end_with(engine: Any) -> None:
-    engine.join()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(LAST_SECONDS)
-    os._exit(1)
-
-
-if (_engine := multiprocessing.parent_process()) is not None:
-    threading.Thread(target=_end_with, args=(_engine,), name="engine-watch", daemon=True).start()
 
 load()
 
@@ -65,6 +53,10 @@ from longtail.version import Fingerprint, PolicyVersion  # noqa: E402
 
 __all__ = ["CoreConnector", "CoreScheduler", "WorkerExtension"]
 
+WATCH_SECONDS = 1.0
+"""Between two looks whether the engine's process is there,"""
+LAST_SECONDS = 10.0
+"""and for vLLM to end in order when it is gone."""
 TOLD = "longtail"
 """Id of the request that does not exist."""
 
@@ -82,6 +74,7 @@ class CoreScheduler(Scheduler):
     """Owns the saved KV of this process, if KV is to be saved: on its way in or out."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        _end_with_engine()
         self.saver = _saver_of(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         EngineCore.longtail = _longtail
@@ -141,6 +134,22 @@ class CoreScheduler(Scheduler):
     @property
     def num_free_blocks(self) -> int:
         return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def _end_with_engine() -> None:
+    engine, parent = multiprocessing.parent_process(), os.getppid()
+    if engine is None:
+        return
+
+    def watch() -> None:
+        # Of two forked cores the later one holds what tells the earlier one of an end: so the parent is looked at too.
+        while engine.is_alive() and os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(LAST_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="engine-watch", daemon=True).start()
 
 
 class CoreConnector(LongtailConnector):

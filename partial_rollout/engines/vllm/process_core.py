@@ -86,7 +86,7 @@ class ProcessCore(Core):
         """In the loop's thread."""
         if self._loop.is_closed():
             work.close()
-            self.check_alive()
+        self._check_open()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         while True:
             try:
@@ -117,6 +117,7 @@ class ProcessCore(Core):
 
     def _post(self, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In the order of the calls; does not wait."""
+        self._check_open()
 
         async def sent() -> None:
             try:
@@ -131,13 +132,19 @@ class ProcessCore(Core):
 
         self._loop.call_soon_threadsafe(start)
 
+    def _check_open(self) -> None:
+        if self._loop.is_closed():
+            self.check_alive()
+
     def _raise_if_dead(self, error: BaseException) -> None:
         if isinstance(error, _dead_error()):
             raise self._gone(error) from error
 
     def _gone(self, error: BaseException) -> CoreDied:
-        self._died = error
         is_dead = isinstance(error, _dead_error())
+        if self._died is None and not is_dead:
+            self.llm.shutdown()  # nobody could stop what it does
+        self._died = error
         return CoreDied(f"{'the process of ' if is_dead else ''}vLLM's core is gone ({error})")
 
     def _look(self) -> None:
