@@ -141,11 +141,12 @@ class ProcessCore(Core):
             raise self._gone(error) from error
 
     def _gone(self, error: BaseException) -> CoreDied:
-        is_dead = isinstance(error, _dead_error())
-        if self._died is None and not is_dead:
-            self.llm.shutdown()  # nobody could stop what it does
-        self._died = error
-        return CoreDied(f"{'the process of ' if is_dead else ''}vLLM's core is gone ({error})")
+        if self._died is None:
+            self._died = error
+            if not isinstance(error, _dead_error()):
+                self._end()  # nobody could stop what it does
+        is_dead = isinstance(self._died, _dead_error())
+        return CoreDied(f"{'the process of ' if is_dead else ''}vLLM's core is gone ({self._died})")
 
     def _look(self) -> None:
         """CoreDied if vLLM has found out that the process is gone."""
@@ -270,7 +271,7 @@ class ProcessCore(Core):
         if self._loop.is_closed():
             return
         if hasattr(self, "llm"):
-            self.llm.shutdown()
+            self._end()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         if left := asyncio.all_tasks(self._loop):
@@ -279,6 +280,11 @@ class ProcessCore(Core):
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
         self._died = self._died or RuntimeError("it is closed")
+
+    def _end(self) -> None:
+        if self.llm.output_handler is not None:  # else it says with a traceback that the core is gone
+            self._loop.call_soon_threadsafe(self.llm.output_handler.cancel)
+        self.llm.shutdown()
 
 
 def _dead_error() -> type[BaseException]:
