@@ -110,10 +110,18 @@ class Calls:
                 (name,) = self._names(1)
                 self._transport.begin(name, self.now)
 
-    def _first(self) -> Member:
-        """LongtailError if no engine is left, and none is coming."""
+    def wait_for_engine(self) -> bool:
+        """Where all engines are lost: until one is there that was made in their place. -> False if none had to be
+        waited for, or none has come."""
+        if self._crew.alive:
+            return False
         while not self._crew.alive and self._transport.is_making:
             self._welcome(wait=True)
+        return bool(self._crew.alive)
+
+    def _first(self) -> Member:
+        """LongtailError if no engine is left, and none is coming."""
+        self.wait_for_engine()
         if not self._crew.alive:
             raise LongtailError(
                 f"{self.name}: all engines are lost ({self._crew.members[-1].lost}); add another one (add_engine), or "

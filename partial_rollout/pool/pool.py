@@ -189,15 +189,6 @@ class EnginePool(Moves):
         if entry.member is not None:
             entry.member.send("set_limit", sample_id, limit)
 
-    def wait_for_engine(self) -> bool:
-        """Where all engines are lost while nothing runs: until one is there that was made in their place. -> False if
-        none had to be waited for, or none has come."""
-        if self._crew.alive or not self._transport.is_making:
-            return False
-        while not self._crew.alive and self._transport.is_making:
-            self._welcome(wait=True)
-        return bool(self._crew.alive)
-
     def step(
         self, *, horizon: int | None = None, until: float | None = None, refilled: bool = False, finishes: int = 1
     ) -> StepOutput:

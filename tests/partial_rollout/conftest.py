@@ -107,12 +107,23 @@ def assert_same(got: Sample, expected: Sample) -> None:
     got.check_integrity()
 
 
+# ---- of the tests of pools
+
+
+@pytest.fixture(scope="session")
+def alone(make_engine: EngineMaker) -> dict[str, Sample]:
+    """The samples of `pool_helpers.batch`, by id, as a single engine makes them."""
+    from tests.partial_rollout.pool_helpers import batch
+
+    return {s.id: s for s in generate(make_engine(), *batch())}
+
+
 # ---- of the tests of saved KV
 
 
 @pytest.fixture(scope="session")
 def plain(make_engine: EngineMaker) -> dict[str, Sample]:
-    """The samples of `saved_kv_helpers.batch`, undisturbed."""
+    """The samples of `saved_kv_helpers.batch`, alone."""
     from tests.partial_rollout.saved_kv_helpers import batch
 
     return {s.id: s for s in generate(make_engine(), *batch())}

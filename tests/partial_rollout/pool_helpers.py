@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.partial_rollout.conftest import generate, group, prompt
+from tests.partial_rollout.conftest import group, prompt
 
 from longtail import Group, NativeEngine, Rollout, Sample
 from longtail.partial_rollout.pool import EnginePool
@@ -31,12 +31,6 @@ def batch(groups: int = 6, size: int = 3, **params: Any) -> list[Group]:
     return out
 
 
-def undisturbed(model: Any) -> dict[str, Sample]:
-    """The samples of `batch()`, by id, as a single engine makes them."""
-    engine = NativeEngine(model, kv_cache_bytes=4 << 20, max_num_seqs=8, block_size=16)
-    return {s.id: s for s in generate(engine, *batch())}
-
-
 class Faulty(NativeEngine):
     """A native engine that raises in chosen steps: before the pass, or after it, when its tokens are made."""
 
@@ -54,15 +48,14 @@ class Faulty(NativeEngine):
         return out
 
 
-def maker(model: Any, **settings: Any) -> Callable[..., NativeEngine]:
+def maker(model: Any, kind: type[NativeEngine] = NativeEngine, **settings: Any) -> Callable[..., NativeEngine]:
     """What makes the engines of a pool."""
     fields: dict[str, Any] = {"kv_cache_bytes": 2 << 20, "max_num_seqs": 4, "block_size": 16} | settings
-    return lambda name: NativeEngine(model, name=name, **fields)
+    return lambda name: kind(model, name=name, **fields)
 
 
 def failing_maker(model: Any, rng: random.Random, rate: float, **settings: Any) -> Callable[..., NativeEngine]:
-    fields: dict[str, Any] = {"kv_cache_bytes": 2 << 20, "max_num_seqs": 4, "block_size": 16} | settings
-    return lambda name: Faulty(model, name=name, fails=lambda: rng.random() < rate, **fields)
+    return maker(model, Faulty, fails=lambda: rng.random() < rate, **settings)
 
 
 def collect_all(rollout: Rollout, groups: list[Group], weights: Any = None) -> dict[str, Sample]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.processes import until
 
 from longtail import LongtailError, PolicyVersion, Sample, SamplingParams
 from longtail.partial_rollout.background import Background
@@ -128,13 +129,6 @@ def rest(runner: EnvironmentRunner) -> dict[str, Turn]:
     return turns
 
 
-def until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.005)
-    return true()
-
-
 # ---- records
 
 
@@ -204,7 +198,7 @@ def test_a_sample_that_is_done_is_released(make: Make, environment: Scripted) ->
     last = Observation((5,), done=True, reward=0.5)
     runner = make()
     assert only(runner, ask("a", step=("give", last))).observation == last
-    assert until(lambda: ("release", "a", -1) in environment.calls)
+    assert until(lambda: ("release", "a", -1) in environment.calls, 10.0)
     only(runner, ask("a"))
     assert environment.calls.count(("reset", "a", 0)) == 2
 
@@ -296,7 +290,7 @@ def test_a_blocked_loop_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) ->
     ):
         runner.wait()
     assert runner.num_pending == 2
-    assert until(lambda: not runner._turns._arrived.empty())
+    assert until(lambda: not runner._turns._arrived.empty(), 10.0)
     monkeypatch.undo()
     rest(runner)
 
@@ -311,12 +305,12 @@ def test_cancel(make: Make, environment: Scripted) -> None:
     runner.submit(ask("runs", step=("sleep", 60.0)))
     runner.submit(ask("waits"))
     runner.submit(ask("other"))
-    assert until(lambda: ("step", "runs", 0) in environment.calls)
+    assert until(lambda: ("step", "runs", 0) in environment.calls, 10.0)
     runner.cancel(["runs", "waits", "between", "unknown"])
     runner.cancel(["runs"])  # does not cancel its release
     assert runner.num_pending == 1
     assert rest(runner).keys() == {"other"}
-    assert until(lambda: environment.calls.count(("release", "runs", -1)) == 1)
+    assert until(lambda: environment.calls.count(("release", "runs", -1)) == 1, 10.0)
     assert {name for kind, name, _ in environment.calls if kind == "release"} == {"runs", "between"}
     assert not any(name in ("waits", "unknown") for _, name, _ in environment.calls)
     assert environment.cancelled == ["runs"]
@@ -326,7 +320,7 @@ def test_a_cancelled_sample_can_be_submitted_again(make: Make, environment: Scri
     """Its new turn waits until the old call has ended."""
     runner = make()
     runner.submit(ask("s", step=("stubborn", 0.3)))
-    assert until(lambda: ("step", "s", 0) in environment.calls)
+    assert until(lambda: ("step", "s", 0) in environment.calls, 10.0)
     runner.cancel(["s"])
     assert only(runner, ask("s", 7)).observation == Observation((1,))
     assert environment.calls == [
@@ -341,7 +335,7 @@ def test_a_cancelled_sample_can_be_submitted_again(make: Make, environment: Scri
 def test_a_late_answer_is_not_taken_for_the_next(make: Make) -> None:
     runner = make()
     runner.submit(ask("s", step=("give", Observation((1,)))))
-    assert until(lambda: not runner._turns._arrived.empty())
+    assert until(lambda: not runner._turns._arrived.empty(), 10.0)
     runner.cancel(["s"])
     runner.submit(ask("s", step=("give", Observation((2,)))))
     assert [turn.observation for turn in runner.wait()] == [Observation((2,))]
@@ -352,7 +346,7 @@ def test_close_releases_and_does_not_wait(make: Make, environment: Scripted) -> 
     runner = make()
     only(runner, ask("between"))
     runner.submit(ask("runs", step=("sleep", 60.0)))
-    assert until(lambda: ("step", "runs", 0) in environment.calls)
+    assert until(lambda: ("step", "runs", 0) in environment.calls, 10.0)
     start = time.monotonic()
     runner.close()
     assert time.monotonic() - start < 2.0
@@ -374,7 +368,7 @@ def test_a_failing_release_is_reported(make: Make, capfd: pytest.CaptureFixture[
     messages: list[Any] = []
     runner._work.call(runner._work._loop.set_exception_handler, lambda _, context: messages.append(context))
     runner.cancel(["s"])
-    assert until(lambda: len(messages) == 1)
+    assert until(lambda: len(messages) == 1, 10.0)
     assert "release" in messages[0]["message"] and str(messages[0]["exception"]) == "the sandbox is gone"
 
 

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.processes import is_running, until
 
 from longtail import Sample, SamplingParams
 from longtail.partial_rollout.background import Background
@@ -74,21 +75,6 @@ def rest(pool: GraderPool) -> dict[str, Grade]:
             assert grade.sample_id not in grades
             grades[grade.sample_id] = grade
     return grades
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie is not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
 
 
 # ---- rewards
@@ -220,7 +206,7 @@ def test_a_hanging_grader_is_ended_at_its_timeout(make: Make, verb: str) -> None
     assert grade.failure is not None and grade.failure.startswith("grader timed out after 0.7 s (toy_graders.py:")
     assert f" in {verb.removesuffix('_with_signals_blocked')})" in grade.failure
     assert 0.7 <= grade.seconds < 20.0
-    assert pid is not None and not is_alive(int(pid))
+    assert pid is not None and not is_running(int(pid))
     assert only(pool, ask("after", "call", 1.0)).reward == 1.0
 
 
@@ -228,7 +214,7 @@ def test_a_worker_that_dies_between_requests_takes_none_along(make: Make) -> Non
     pool = make()
     pid = only(pool, ask("before", "pid", None)).reward
     assert only(pool, ask("s", "die_soon", 0.05)).reward == 1.0
-    assert pid is not None and until(lambda: not is_alive(int(pid)))
+    assert pid is not None and until(lambda: not is_running(int(pid)))
     assert only(pool, ask("after", "call", 1.0)).reward == 1.0
 
 
@@ -296,7 +282,7 @@ def test_cancel_ends_what_runs_and_what_waits(make: Make, tmp_path: Path) -> Non
     pool.cancel(["running", "waiting", "unknown"])
     assert pool.num_pending == 1
     assert {name: grade.reward for name, grade in rest(pool).items()} == {"other": 2.0}
-    assert not is_alive(int(file.read_text()))
+    assert not is_running(int(file.read_text()))
 
 
 def test_a_cancelled_sample_can_be_submitted_again(make: Make) -> None:
@@ -320,7 +306,7 @@ def test_nothing_outlives_the_pool(make: Make, tmp_path: Path) -> None:
     start = time.monotonic()
     pool.close()
     assert time.monotonic() - start < 5.0
-    assert until(lambda: not any(is_alive(int(file.read_text())) for file in files), 5.0)
+    assert until(lambda: not any(is_running(int(file.read_text())) for file in files), 5.0)
     assert pool.num_pending == 0 and pool.wait() == []
     with pytest.raises(ValueError, match="closed"):
         pool.submit(ask("c", "call", 1.0))
@@ -331,7 +317,7 @@ def test_a_child_of_a_grader_ends_with_its_timeout(make: Make, tmp_path: Path) -
     pool = make(timeout=1.5)
     file = tmp_path / "child"
     assert "timed out" in str(only(pool, ask("s", "hang_with_child", str(file))).failure)
-    assert until(lambda: not is_alive(int(file.read_text())), 5.0)
+    assert until(lambda: not is_running(int(file.read_text())), 5.0)
 
 
 # ---- misuse
@@ -450,7 +436,7 @@ raise RuntimeError("the trainer fails")
 """
     done = run(code, tmp_path)
     assert done.returncode == 1 and done.stderr.endswith("RuntimeError: the trainer fails\n")
-    assert until(lambda: not is_alive(int((tmp_path / "pid").read_text())), 5.0)
+    assert until(lambda: not is_running(int((tmp_path / "pid").read_text())), 5.0)
 
 
 def test_an_interrupt_in_wait(tmp_path: Path) -> None:
@@ -490,5 +476,5 @@ GraderPool(toy_graders.Fatal(pids), workers=1)
     done = run(code, tmp_path)
     assert done.returncode == -9, done.stderr
     hang, hang_in_c, idle, loading = map(int, (tmp_path / "pids").read_text().split())
-    assert until(lambda: not is_alive(idle), 5.0)
-    assert until(lambda: not any(map(is_alive, (hang, hang_in_c, loading))), 20.0)
+    assert until(lambda: not is_running(idle), 5.0)
+    assert until(lambda: not any(map(is_running, (hang, hang_in_c, loading))), 20.0)

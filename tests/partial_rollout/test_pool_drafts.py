@@ -8,16 +8,8 @@ import random
 from typing import Any
 
 import pytest
-from tests.partial_rollout.conftest import assert_same, group, make_model, prompt
-from tests.partial_rollout.pool_helpers import (
-    STRATEGIES,
-    balance,
-    batch,
-    collect_all,
-    failing_maker,
-    maker,
-    undisturbed,
-)
+from tests.partial_rollout.conftest import assert_same, group, prompt
+from tests.partial_rollout.pool_helpers import STRATEGIES, balance, batch, collect_all, failing_maker, maker
 
 from longtail import NativeEngine, Rollout, Sample
 from longtail.events import Event
@@ -25,16 +17,6 @@ from longtail.partial_rollout.pool import EnginePool, sharing
 from longtail.spec_decode.controller import FixedLength
 from longtail.spec_decode.drafter import Draft
 from longtail.spec_decode.suffix_drafter import SuffixDrafter
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Any) -> dict[str, Sample]:
-    return undisturbed(model)
 
 
 def twins(name: str, count: int = 2, length: int = 60) -> list[Sample]:
@@ -68,13 +50,13 @@ def tail_acceptance(engine: Any, drafter: str = "group") -> tuple[float, list[Sa
 
 
 @pytest.mark.parametrize("drafter", ["group", "group>ngram"])
-def test_the_tail_accepts_as_on_one_engine(model: Any, drafter: str) -> None:
+def test_the_tail_accepts_as_on_one_engine(llama: Any, drafter: str) -> None:
     (one, alone), (shared, split), (unshared, apart) = (
         tail_acceptance(engine, drafter)
         for engine in (
-            NativeEngine(model, block_size=16, max_num_seqs=8),
-            EnginePool(maker(model), count=2, routing="load", over_wire=True),
-            EnginePool(maker(model), count=2, routing="load", share_drafts=None),
+            NativeEngine(llama, block_size=16, max_num_seqs=8),
+            EnginePool(maker(llama), count=2, routing="load", over_wire=True),
+            EnginePool(maker(llama), count=2, routing="load", share_drafts=None),
         )
     )
     assert {s.segments[0].engine for s in split} == {"pool-0", "pool-1"}
@@ -84,11 +66,11 @@ def test_the_tail_accepts_as_on_one_engine(model: Any, drafter: str) -> None:
     assert unshared < 0.3 * one
 
 
-def test_traffic(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traffic(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by hand: an engine is told of a sibling once, with every second step; nothing of what it has itself, or
     of prompts that it does not hold."""
     events: list[Event] = []
-    pool = EnginePool(maker(model), count=2, routing="load", share_drafts=2, listener=events.append)
+    pool = EnginePool(maker(llama), count=2, routing="load", share_drafts=2, listener=events.append)
     monkeypatch.setattr(SuffixDrafter, "propose", lambda self, requests: [Draft([], self.name) for _ in requests])
     pool.use_drafter("group")
     sent: list[Any] = []
@@ -121,17 +103,17 @@ def test_traffic(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram"])
-def test_nothing_is_told_without_a_group_index(model: Any, drafter: str | None) -> None:
-    pool = EnginePool(maker(model, drafter=drafter), count=2, routing="load")
+def test_nothing_is_told_without_a_group_index(llama: Any, drafter: str | None) -> None:
+    pool = EnginePool(maker(llama, drafter=drafter), count=2, routing="load")
     collect_all(Rollout(pool), batch())
     assert pool.stats().num_news == 0 and not pool._sharing._texts
 
 
-def test_a_message_is_bounded_and_memory_is(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_is_bounded_and_memory_is(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "MOST_TOKENS", 10)
     monkeypatch.setattr(sharing, "KEPT_TOKENS", 100)
     events: list[Event] = []
-    pool = EnginePool(maker(model, drafter="group"), count=2, routing="load", listener=events.append, share_drafts=1)
+    pool = EnginePool(maker(llama, drafter="group"), count=2, routing="load", listener=events.append, share_drafts=1)
     for number in range(4):
         collect_all(Rollout(pool), batch(groups=number + 1))
     shares = [e for e in events if e.kind == "share"]
@@ -141,7 +123,7 @@ def test_a_message_is_bounded_and_memory_is(model: Any, monkeypatch: pytest.Monk
 
 
 def test_texts_of_running_samples_beyond_the_bound_are_not_gone_through_at_each(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "KEPT_TOKENS", 100)
     tries = list[int]()
@@ -152,15 +134,15 @@ def test_texts_of_running_samples_beyond_the_bound_are_not_gone_through_at_each(
         room(self)
 
     monkeypatch.setattr(sharing.Sharing, "_make_room", counted)
-    pool = EnginePool(maker(model, drafter="group"), count=2, routing="load")
+    pool = EnginePool(maker(llama, drafter="group"), count=2, routing="load")
     pool.add(group("a", prompt(9), n=8, max_tokens=40).samples)
     finish(pool)
     assert pool._sharing._num_tokens <= 320 and 1 <= len(tries) <= (320 - 100) // (100 // 8) + 8
     pool.check_integrity()
 
 
-def test_engines_that_join_draft_as_the_others(model: Any) -> None:
-    pool = EnginePool(maker(model), count=1)
+def test_engines_that_join_draft_as_the_others(llama: Any) -> None:
+    pool = EnginePool(maker(llama), count=1)
     pool.use_drafter("ngram")
     pool.add_engine()
     speculations = [member.host.engine.speculation for member in pool._crew.members]  # type: ignore[attr-defined]
@@ -171,15 +153,15 @@ def test_engines_that_join_draft_as_the_others(model: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_samples_of_the_single_engine(model: Any, expected: dict[str, Sample], strategy: str) -> None:
+def test_the_samples_of_the_single_engine(llama: Any, alone: dict[str, Sample], strategy: str) -> None:
     """Under every strategy, with weights that are sent again: versions age, samples are cut and come back."""
-    pool = EnginePool(maker(model, drafter="group>ngram"), count=3, routing="load", share_drafts=2, over_wire=True)
+    pool = EnginePool(maker(llama, drafter="group>ngram"), count=3, routing="load", share_drafts=2, over_wire=True)
     pool.use_drafter("group>ngram", FixedLength(3))
     rollout = Rollout(pool, strategy=STRATEGIES[strategy])
-    got = collect_all(rollout, batch(), dict(model.state_dict()))
-    assert got.keys() <= expected.keys() and (len(got) == len(expected) or strategy in ("over-issue", "tail-rounds"))
+    got = collect_all(rollout, batch(), dict(llama.state_dict()))
+    assert got.keys() <= alone.keys() and (len(got) == len(alone) or strategy in ("over-issue", "tail-rounds"))
     for name, sample in got.items():
-        assert_same(sample, expected[name])
+        assert_same(sample, alone[name])
     balance(pool, rollout)
     assert pool.stats().num_news_tokens > 0
     for member in pool._crew.members:
@@ -189,14 +171,14 @@ def test_the_samples_of_the_single_engine(model: Any, expected: dict[str, Sample
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_losses(model: Any, expected: dict[str, Sample], seed: int) -> None:
+def test_random_losses(llama: Any, alone: dict[str, Sample], seed: int) -> None:
     rng = random.Random(seed)
-    make = failing_maker(model, rng, 0.04, drafter="group")
+    make = failing_maker(llama, rng, 0.04, drafter="group")
     pool = EnginePool(make, count=3, routing="load", restarts=1000, share_drafts=1)
     rollout = Rollout(pool, strategy=("token-budget:tokens=90", "context-aware:chunk=6", "sync")[seed])
-    got = collect_all(rollout, batch(), dict(model.state_dict()))
-    assert got.keys() == expected.keys()
+    got = collect_all(rollout, batch(), dict(llama.state_dict()))
+    assert got.keys() == alone.keys()
     for name, sample in got.items():
-        assert_same(sample, expected[name])
+        assert_same(sample, alone[name])
     balance(pool, rollout)
     assert len(pool.failures) >= 5 and pool.stats().num_news > 0

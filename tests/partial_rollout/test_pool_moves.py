@@ -8,22 +8,12 @@ from typing import Any
 
 import pytest
 from tests.partial_rollout.conftest import assert_same, generate, group, make_model, prompt
-from tests.partial_rollout.pool_helpers import batch, maker, undisturbed
+from tests.partial_rollout.pool_helpers import batch, maker
 
 from longtail import LongtailError, NativeEngine, Rollout, Sample
 from longtail.events import Event
 from longtail.partial_rollout.pool import EnginePool
 from longtail.partial_rollout.pool.member import HeldKV
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Any) -> dict[str, Sample]:
-    return undisturbed(model)
 
 
 def finish(pool: EnginePool) -> None:
@@ -44,12 +34,12 @@ def step_until(pool: EnginePool, is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("over_wire", [False, True])
-def test_a_sample_moves_with_its_kv(model: Any, over_wire: bool) -> None:
+def test_a_sample_moves_with_its_kv(llama: Any, over_wire: bool) -> None:
     """Its first engine is full when it comes back: it goes on in the other one, from its KV, to the same bits."""
-    (alone,) = generate(NativeEngine(model, block_size=16), group("a", prompt(40)))
+    (alone,) = generate(NativeEngine(llama, block_size=16), group("a", prompt(40)))
     events: list[Event] = []
     pool = EnginePool(
-        maker(model, max_num_seqs=1), count=2, over_wire=over_wire, listener=events.append, routing="affinity"
+        maker(llama, max_num_seqs=1), count=2, over_wire=over_wire, listener=events.append, routing="affinity"
     )
     (one,) = group("a", prompt(40)).samples
     pool.add([one])
@@ -72,9 +62,9 @@ def test_a_sample_moves_with_its_kv(model: Any, over_wire: bool) -> None:
     assert [e.engine for e in events if e.kind == "restore"] == ["pool-1"]
 
 
-def test_affinity_brings_it_home(model: Any) -> None:
+def test_affinity_brings_it_home(llama: Any) -> None:
     """Both engines have room: a resumed sample goes to its KV, siblings go to their prompt's."""
-    pool = EnginePool(maker(model), count=2, routing="affinity")
+    pool = EnginePool(maker(llama), count=2, routing="affinity")
     samples = [s for g in batch(2, 2) for s in g.samples]
     pool.add(samples)
     where = {s.id: pool._crew.entries[s.id].member.name for s in samples}  # type: ignore[union-attr]
@@ -88,8 +78,8 @@ def test_affinity_brings_it_home(model: Any) -> None:
     assert stats.num_recomputed_tokens == 0
 
 
-def test_saved_kv_goes_when_nobody_needs_it(model: Any) -> None:
-    pool = EnginePool(maker(model), count=2)
+def test_saved_kv_goes_when_nobody_needs_it(llama: Any) -> None:
+    pool = EnginePool(maker(llama), count=2)
     samples = [s for g in batch(3, 2) for s in g.samples]
     pool.add(samples)
     pool.step()
@@ -106,16 +96,16 @@ def test_saved_kv_goes_when_nobody_needs_it(model: Any) -> None:
     assert sum(len(host._saved) for host in hosts) == 0
 
 
-def test_the_tail_is_gathered(model: Any, expected: dict[str, Sample]) -> None:
+def test_the_tail_is_gathered(llama: Any, alone: dict[str, Sample]) -> None:
     """When so few are left that one engine takes them, the other is released, and comes back with new work."""
     events: list[Event] = []
-    pool = EnginePool(maker(model), count=2, repack=4, listener=events.append, over_wire=True)
+    pool = EnginePool(maker(llama), count=2, repack=4, listener=events.append, over_wire=True)
     samples = [s for g in batch(2, 4) for s in g.samples]  # caps 9 and 17
     pool.add(samples)
     step_until(pool, lambda: "released" in pool.engines.values())
     assert len(pool._crew.entries) <= 4
     finish(pool)
-    plain = {s.id: s for s in generate(NativeEngine(model, block_size=16), *batch(2, 4))}
+    plain = {s.id: s for s in generate(NativeEngine(llama, block_size=16), *batch(2, 4))}
     for sample in samples:
         assert_same(sample, plain[sample.id])
     assert pool.stats().num_recomputed_tokens == 0  # they moved with their KV
@@ -125,11 +115,11 @@ def test_the_tail_is_gathered(model: Any, expected: dict[str, Sample]) -> None:
     assert list(pool.engines.values()) == ["active", "active"]
 
 
-def test_weights_and_versions(model: Any) -> None:
+def test_weights_and_versions(llama: Any) -> None:
     """Each engine has new weights before its next step; every token says whose it is, and is of those weights."""
     other = make_model("llama", seed=5)
-    single = NativeEngine(model, block_size=16, max_num_seqs=16)
-    pool = EnginePool(maker(model), count=3)
+    single = NativeEngine(llama, block_size=16, max_num_seqs=16)
+    pool = EnginePool(maker(llama), count=3)
 
     def run(engine: Any) -> list[Sample]:
         samples = [s for g in batch(4, 3, max_tokens=24) for s in g.samples]
@@ -155,22 +145,22 @@ def test_weights_and_versions(model: Any) -> None:
     assert pool.behind == {}
 
 
-def test_weights_that_do_not_fit_change_nothing(model: Any) -> None:
-    pool = EnginePool(maker(model), count=2)
+def test_weights_that_do_not_fit_change_nothing(llama: Any) -> None:
+    pool = EnginePool(maker(llama), count=2)
     with pytest.raises(ValueError, match="weights"):
         pool.update_weights({"a": 1}, 1)
     with pytest.raises(ValueError, match="above the current 0"):
-        pool.update_weights(dict(model.state_dict()), 0)
+        pool.update_weights(dict(llama.state_dict()), 0)
     assert pool.version == 0 and list(pool.engines.values()) == ["active", "active"]
     pool.add(group("a", prompt(5)).samples)
     finish(pool)
 
 
-def test_engines_come_and_go(model: Any, expected: dict[str, Sample]) -> None:
+def test_engines_come_and_go(llama: Any, alone: dict[str, Sample]) -> None:
     """One is taken away with work in it, two are added: they take what waits for slots."""
-    make = maker(model, max_num_seqs=3)
+    make = maker(llama, max_num_seqs=3)
     pool = EnginePool(make, count=2, keep_weights=True)
-    pool.update_weights(dict(model.state_dict()), 1)
+    pool.update_weights(dict(llama.state_dict()), 1)
     samples = [s for g in batch() for s in g.samples]
     pool.add(samples)
     for _ in range(3):
@@ -187,14 +177,14 @@ def test_engines_come_and_go(model: Any, expected: dict[str, Sample]) -> None:
     assert {e.member.name for e in pool._crew.entries.values() if e.member} == {"pool-1", "pool-2", "mine"}
     finish(pool)
     for sample in samples:
-        assert_same(sample, expected[sample.id])
+        assert_same(sample, alone[sample.id])
         assert set(sample.versions) == {1}
     assert pool.stats().num_recomputed_tokens == 0 and not pool.failures
 
 
-def test_all_engines_lost(model: Any, expected: dict[str, Sample]) -> None:
+def test_all_engines_lost(llama: Any, alone: dict[str, Sample]) -> None:
     """The pool says so; nothing is lost, and it goes on when there is an engine again."""
-    make = maker(model)
+    make = maker(llama)
     pool = EnginePool([make("a")])
     rollout = Rollout(pool)
     groups = batch()
@@ -205,13 +195,13 @@ def test_all_engines_lost(model: Any, expected: dict[str, Sample]) -> None:
     rollout.check_integrity()
     pool.add_engine(make("b"))
     got = {s.id: s for g in rollout.collect() for s in g.samples}
-    for name, sample in expected.items():
+    for name, sample in alone.items():
         assert_same(got[name], sample)
 
 
-def test_all_engines_lost_over_a_move(model: Any, expected: dict[str, Sample]) -> None:
+def test_all_engines_lost_over_a_move(llama: Any, alone: dict[str, Sample]) -> None:
     """The samples wait in the pool for an engine."""
-    make = maker(model)
+    make = maker(llama)
     pool = EnginePool(make, count=2)
     samples = [s for g in batch() for s in g.samples]
     pool.add(samples)
@@ -233,24 +223,24 @@ def test_all_engines_lost_over_a_move(model: Any, expected: dict[str, Sample]) -
     pool.add_engine(make("b"))
     finish(pool)
     for sample in samples:
-        assert_same(sample, expected[sample.id])
+        assert_same(sample, alone[sample.id])
 
 
-def test_a_store_on_disk_keeps_the_kv(model: Any, expected: dict[str, Sample], tmp_path: Path) -> None:
+def test_a_store_on_disk_keeps_the_kv(llama: Any, alone: dict[str, Sample], tmp_path: Path) -> None:
     """Another process (a pool of other engines, a store opened again) goes on from the KV on disk."""
-    pool = EnginePool(maker(model), count=2, over_wire=True)
+    pool = EnginePool(maker(llama), count=2, over_wire=True)
     with pool, Rollout(pool, strategy="token-budget:tokens=60", store=tmp_path) as rollout:
         rollout.submit(batch())
         got = {s.id: s for g in rollout.collect() for s in g.samples}
         assert any(s.snapshot is not None for s in rollout.store.unfinished())
-    with EnginePool(maker(model), count=3, over_wire=True) as pool, Rollout(pool, store=tmp_path) as rollout:
+    with EnginePool(maker(llama), count=3, over_wire=True) as pool, Rollout(pool, store=tmp_path) as rollout:
         resumed = [s for s in rollout.store.unfinished() if s.snapshot is not None]
         assert resumed and rollout.store.damages == []
         got |= {s.id: s for g in rollout.collect() for s in g.samples}
         assert pool.stats().num_recomputed_tokens == 0
         assert pool.stats().num_restored_tokens + pool.stats().num_cached_tokens > 0
         rollout.check_integrity()
-    assert got.keys() == expected.keys()
+    assert got.keys() == alone.keys()
     for name, sample in got.items():
-        assert_same(sample, expected[name])
+        assert_same(sample, alone[name])
     assert not list((tmp_path / "kv").iterdir())

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("ray", reason="needs Ray: pip install 'longtail[ray]'")
 
 from tests.partial_rollout.pool_helpers import balance, collect_all
+from tests.processes import is_running, until
 from tests.ray import simulated
 
 from longtail import LongtailError, Rollout
@@ -37,6 +38,12 @@ def alone(groups: list[Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def simulated_samples() -> dict[str, Any]:
     return alone(simulated.groups())
+
+
+def check_tokens(got: dict[str, Any], simulated_samples: dict[str, Any]) -> None:
+    assert {s.id: s.output_ids for s in got.values()} == {
+        f"{name}/{i}": tokens for name, samples in simulated_samples.items() for i, (tokens, _) in enumerate(samples)
+    }
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
@@ -68,9 +75,7 @@ def test_all_actors_are_killed_while_nothing_runs(cluster: str, simulated_sample
         got = collect_all(rollout, simulated.groups())
         assert len(pool.failures) == 2
         balance(pool, rollout)
-    assert {s.id: s.output_ids for s in got.values()} == {
-        f"{name}/{i}": tokens for name, samples in simulated_samples.items() for i, (tokens, _) in enumerate(samples)
-    }
+    check_tokens(got, simulated_samples)
 
 
 def test_a_hung_engine_is_given_up(cluster: str, simulated_samples: dict[str, Any], tmp_path: Path) -> None:
@@ -101,9 +106,7 @@ def test_a_hung_engine_is_given_up(cluster: str, simulated_samples: dict[str, An
         assert Path(flag).exists()
         assert list(pool.failures) == ["pool-1: hangs: step has taken more than 10 s"]
         balance(pool, rollout)
-    assert {s.id: s.output_ids for s in got.values()} == {
-        f"{name}/{i}": tokens for name, samples in simulated_samples.items() for i, (tokens, _) in enumerate(samples)
-    }
+    check_tokens(got, simulated_samples)
 
 
 @pytest.mark.parametrize("most", [2, pytest.param(10, marks=pytest.mark.slow)])
@@ -169,13 +172,6 @@ def descendants(process: int) -> set[int]:
     return found
 
 
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
 def test_no_process_is_left_behind(killed: bool) -> None:
     """When a pool with a Ray of its own is closed. When its driver is killed, the actors go at once; two of Ray's own
@@ -191,10 +187,8 @@ def test_no_process_is_left_behind(killed: bool) -> None:
         else:
             driver.stdin.write("\n")
     assert driver.returncode == (-signal.SIGKILL if killed else 0)
-    end = time.monotonic() + 60
     watched = set(actors) if killed else started
-    while (left := [p for p in watched if is_running(p)]) and time.monotonic() < end:
-        time.sleep(0.05)
+    ended = until(lambda: not any(map(is_running, watched)), 60.0)
     for process in filter(is_running, started):
         os.kill(process, signal.SIGKILL)
-    assert not left
+    assert ended

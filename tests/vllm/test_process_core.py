@@ -3,7 +3,6 @@ however far it has run ahead; and nothing is lost when it is killed."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.partial_rollout.conftest import group, make_model, prompt
+from tests.processes import is_running, until
 from tests.vllm.conftest import HEADS, EngineMaker, assert_same, generate
 
 from longtail import Rollout, Sample
@@ -78,14 +78,14 @@ def test_cuts_change_nothing(engine: VllmEngine, make_vllm: EngineMaker, params:
     samples = some("a", **params)
     before = engine.stats()
     engine.add(samples)
-    for until in (5, 30):
-        run(engine, samples, until)
+    for length in (5, 30):
+        run(engine, samples, length)
         paused = engine.pause()
         assert all(s.status == "paused" for s in paused)
         assert all(s.snapshot is not None for s in paused if s.output_ids)  # the noise may not have begun
         engine.check_integrity()
         engine.reset_prefix_cache()
-        engine.add(group(f"noise{until}", prompt(33), n=2, max_tokens=20).samples)
+        engine.add(group(f"noise{length}", prompt(33), n=2, max_tokens=20).samples)
         engine.add(paused)
     run(engine, samples)
     for a, b in zip(samples, expected, strict=True):
@@ -444,16 +444,6 @@ def test_a_core_does_not_outlive_its_engine(directories: dict[str, Path], method
         assert owner.stdout is not None
         pid, kind = owner.stdout.readline().split()
         assert kind == f"{method.capitalize()}Process"
-        core = Path(f"/proc/{pid}/stat")
-        assert "EngineCor" in core.read_text()
+        assert "EngineCor" in Path(f"/proc/{pid}/stat").read_text()
         owner.kill()
-    end = time.monotonic() + 60
-    while runs(core) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not runs(core)
-
-
-def runs(stat: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    return False
+    assert until(lambda: not is_running(int(pid)), 60.0)

@@ -86,7 +86,7 @@ class ProcessCore(Core):
         """In the loop's thread."""
         if self._loop.is_closed():
             work.close()
-        self._check_open()
+            self.check_alive()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         while True:
             try:
@@ -117,7 +117,8 @@ class ProcessCore(Core):
 
     def _post(self, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In the order of the calls; does not wait."""
-        self._check_open()
+        if self._loop.is_closed():
+            self.check_alive()
 
         async def sent() -> None:
             try:
@@ -131,10 +132,6 @@ class ProcessCore(Core):
             task.add_done_callback(self._sending.discard)
 
         self._loop.call_soon_threadsafe(start)
-
-    def _check_open(self) -> None:
-        if self._loop.is_closed():
-            self.check_alive()
 
     def _raise_if_dead(self, error: BaseException) -> None:
         if isinstance(error, _dead_error()):
